@@ -26,6 +26,7 @@ from services.trainer.offload import Part
 from services.trainer.ranks.calls import Command, Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import (
+    check_groups,
     check_routed_experts,
     check_samples,
     check_sampling_masks,
@@ -146,6 +147,7 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened
         PreconditionFailed: A stamp or a version is not the one that is opened.
     """
     check_values(samples, opened)
+    check_groups(samples)
     if role is Role.POLICY and opened.config.loss.kind == "sft":
         # The samples come from a data set, not from a policy.
         require_version(header.expected_stamp.version, opened, "the batch is for version {}")

@@ -46,9 +46,8 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
 
     Raises:
         InvalidInput: A column has an empty list, a length that differs from the tokens', a token outside the
-            vocabulary, a value that is missing, not finite or impossible for its column; a sample is there twice; the
-            samples of a group have several prompts; turns are not parts of their sample, or a token outside of them is
-            trained on. The message names the column and the first such row.
+            vocabulary, a value that is missing, not finite or impossible for its column; turns are not parts of their
+            sample, or a token outside of them is trained on. The message names the column and the first such row.
     """
     for field in SAMPLE_SCHEMA:
         if not field.nullable:
@@ -61,7 +60,6 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
         _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
     for name in (name for name in SAMPLE_SCHEMA.names if name != "calls"):  # those are for people
         _check_values(samples, name, vocab_size)
-    _check_groups(samples)
     if samples["turn_begins"].null_count < samples.num_rows:
         _check_turns(samples, num_tokens)
 
@@ -177,7 +175,7 @@ def _rows_of(values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
     return np.bincount(np.repeat(np.arange(len(lengths)), lengths)[values], minlength=len(lengths)) > 0
 
 
-def _check_groups(samples: pa.Table) -> None:
+def check_groups(samples: pa.Table) -> None:
     """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups."""
     group, sample = samples["group"].to_numpy().astype(np.int64), samples["sample"].to_numpy()
     segment = pc.fill_null(samples["segment"], -1).to_numpy()

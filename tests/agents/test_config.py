@@ -78,7 +78,37 @@ RULES = {
     "a file of the code scorer": (
         ["reward.scorers=[{kind: code, file: a.py}]"],
         ["reward.scorers", "agent"],
-        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a]}"],
+        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a], collect: ['*.py']}"],
+    ),
+    "a file that no pattern collects": (
+        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a], collect: ['*.patch']}"],
+        ["file a.py", "environment.collect", "[a.py]"],
+        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a], collect: ['**/*.py']}"],
+    ),
+    "a file of an agent that is no command": (
+        ["reward.scorers=[{kind: code, file: a.py}]", _AGENT],
+        ["file a.py", "environment.command"],
+        ["reward.scorers=[{kind: code, file: b/a.py}]", "environment={kind: agent, command: [a], collect: ['b/**']}"],
+    ),
+    "a file's name": (
+        ["reward.scorers=[{kind: code, file: ./a.py}]", "environment={kind: agent, command: [a], collect: ['*.py']}"],
+        ["./a.py", "write a.py"],
+        ["reward.scorers=[{kind: code, file: a.py}]", "environment={kind: agent, command: [a], collect: [a.py]}"],
+    ),
+    "tools give no rewards": (
+        ["environment={kind: tools, tools: [{kind: function, path: 'm:f'}]}", "reward.scorers=[]"],
+        ["reward.scorers", "kind tools gives no rewards"],
+        ["environment={kind: tools, tools: [{kind: function, path: 'm:f'}]}"],
+    ),
+    "a prompt's only sample": (
+        ["advantage={kind: reinforce_plus_plus, whiten: group}", "rollout.completions_per_prompt=1"],
+        ["advantage.whiten", "rollout.completions_per_prompt"],
+        ["advantage={kind: reinforce_plus_plus, whiten: batch}", "rollout.completions_per_prompt=1"],
+    ),
+    "rows of agents fit unevenly": (
+        [_AGENT, "trainer.num_ranks=2", "rollout.max_model_len=8192", "trainer.max_tokens_per_microbatch=8192"],
+        ["number of an agent's rows", "trainer.max_tokens_per_microbatch"],
+        [_AGENT, "trainer.num_ranks=2", "rollout.max_model_len=8192", "trainer.max_tokens_per_microbatch=16384"],
     ),
 }
 

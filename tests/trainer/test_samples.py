@@ -15,7 +15,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.errors import InvalidInput
 from services.coordinator.data.groups import Episode
-from services.trainer.samples import check_samples
+from services.trainer.samples import check_groups, check_samples
 from tests.support import VOCAB, make_batch
 
 NAN, INF = math.nan, math.inf
@@ -43,6 +43,7 @@ def table(rows: Rows) -> pa.Table:
 
 def check(rows: Rows) -> None:
     check_samples(table(rows), vocab_size=VOCAB)
+    check_groups(table(rows))
 
 
 def put(**values: Any) -> Callable[[Rows], object]:

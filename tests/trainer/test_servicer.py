@@ -177,6 +177,9 @@ async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, 
     await trainer.open(max_tokens_per_microbatch=32)
     batch = trainer.batch()
     scored = await trainer.forward(batch)
+    assert (
+        (await trainer.forward(pa.concat_tables([batch, batch]))).slice(len(batch)).equals(scored)
+    )  # as ranks need it
     model = AutoModelForCausalLM.from_pretrained(trainer_files / "models" / "untied", dtype=torch.float32)
     for row, logprobs, entropy in zip(batch.to_pylist(), *scored.to_pydict().values(), strict=True):
         with torch.no_grad():
@@ -251,7 +254,7 @@ async def test_bad_samples_are_refused(trainer: Deployment, case: str) -> None:
     batch = spoil(trainer.batch())
     error = await refused(trainer, batch)
     assert (type(error), error.metadata["field"]) == (InvalidInput, field)
-    if field in ("logprobs", "reward", "group", "sample"):  # a Forward does not need them either, but they are wrong
+    if field in ("logprobs", "reward", "group"):  # a Forward does not need them either, but they are wrong
         with raises(InvalidInput, field=field):
             await trainer.forward(batch)
 

@@ -1,5 +1,7 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -8,6 +10,7 @@ from pydantic import Field, RootModel, field_validator
 from services.common.config.base import NAME, Strict, Table
 from services.common.config.data import DataConfig
 from services.common.config.loss import LossConfig
+from services.common.config.reward import RewardConfig
 from services.common.config.scorers import check_url, is_local
 from services.common.import_path import IMPORT_PATH
 
@@ -316,6 +319,27 @@ EnvironmentConfig = Annotated[TurnsConfig | AgentEnvironmentConfig, Field(discri
 
 class EnvironmentSection(RootModel[EnvironmentConfig]):
     """The config section `environment`, as the reward service receives it."""
+
+
+REWARDLESS = {"agent", "tools"}
+"""The kinds of environments that give no rewards: only scorers do."""
+
+
+def check_collected(agent: AgentEnvironmentConfig, reward: RewardConfig) -> None:
+    """Refuses a code scorer whose `file` no pattern of `collect` matches: it would find no program in any sample."""
+    for scorer in reward.scorers:
+        if scorer.kind != "code" or not scorer.file:
+            continue
+        name = PurePosixPath(scorer.file)
+        if str(name) != scorer.file:
+            raise ValueError(f"reward.scorers: code has file {scorer.file}: write {name}, as collected files are named")
+        # A pattern may match less than here, where * also matches a slash.
+        patterns = [form for pattern in agent.collect for form in (pattern, pattern.replace("**/", ""))]
+        if not agent.command or not any(fnmatchcase(scorer.file, pattern) for pattern in patterns):
+            raise ValueError(
+                f"reward.scorers: code has file {scorer.file}, which no agent would leave: set environment.command, "
+                f"and environment.collect to patterns of which one matches it, such as [{scorer.file}]"
+            )
 
 
 def check_agent(agent: AgentEnvironmentConfig, data: DataConfig, loss: LossConfig) -> None:

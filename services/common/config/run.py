@@ -9,7 +9,7 @@ from pydantic import Field
 from services.common.config.advantage import AdvantageConfig, SelectionConfig
 from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
 from services.common.config.data import DataConfig
-from services.common.config.environment import EnvironmentConfig, check_agent
+from services.common.config.environment import REWARDLESS, EnvironmentConfig, check_agent, check_collected
 from services.common.config.evaluation import EvaluationConfig, check_held_out
 from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
@@ -140,7 +140,7 @@ class Config(AnyRun):
     @property
     def _components(self) -> list[str]:
         """The names of what a sample's reward is the sum of."""
-        gives_rewards = self.environment is not None and self.environment.kind != "agent"
+        gives_rewards = self.environment is not None and self.environment.kind not in REWARDLESS
         return [scorer.component for scorer in self.reward.scorers] + ["environment"] * gives_rewards
 
     @property
@@ -272,9 +272,11 @@ class Config(AnyRun):
             padded, budget = longest, model.max_tokens_per_microbatch
             if model.strategy == "megatron":
                 padded += -longest % Layout.of(model.megatron, model.num_ranks).align
-            if group % samples_at_once(model) and budget < 2 * padded:
+            is_agents = self.environment is not None and self.environment.kind == "agent" and samples_at_once(model) > 1
+            if (group % samples_at_once(model) or is_agents) and budget < 2 * padded:
+                of_group = "the number of an agent's rows" if is_agents else f"rollout.completions_per_prompt {group}"
                 raise ValueError(
-                    f"rollout.completions_per_prompt {group} is not divisible by {named_ranks(name, model)}, so "
+                    f"{of_group} is not divisible by {named_ranks(name, model)}, so "
                     f"long samples may be split unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
@@ -310,6 +312,7 @@ class Config(AnyRun):
                 )
             return
         check_agent(self.environment, self.data, self.trainer.loss)
+        check_collected(self.environment, self.reward)
 
     def _check_speculation(self, speculation: SpeculationConfig) -> None:
         if self.trainer.moe.router_replay == "on":
@@ -348,8 +351,8 @@ class Config(AnyRun):
         if not self.reward.scorers and self.advantage.kind != "distill":
             if not self.environment:
                 raise ValueError("reward.scorers: set at least one scorer, or an environment")
-            if self.environment.kind == "agent":
-                raise ValueError("reward.scorers: set at least one scorer; an agent gives no rewards")
+            if self.environment.kind in REWARDLESS:
+                raise ValueError(f"reward.scorers: set at least one; kind {self.environment.kind} gives no rewards")
         if self.environment and any(scorer.component == "environment" for scorer in self.reward.scorers):
             raise ValueError("reward.scorers: the name `environment` is taken by the environment's rewards")
         limit_s, deadline_s = self.reward.group_timeout_s, self.timeouts.score_s
@@ -365,6 +368,11 @@ class Config(AnyRun):
             raise ValueError(
                 "selection.dynamic compares the samples of a prompt with each other: "
                 "rollout.completions_per_prompt must be at least 2"
+            )
+        if self.advantage.whitening == "group" and self.rollout.completions_per_prompt < 2:
+            raise ValueError(
+                "advantage.whiten group makes the advantages of a prompt's only sample 0: set whiten to batch or none, "
+                "or rollout.completions_per_prompt to at least 2"
             )
         components = self._components
         for key in ("dynamic", "curriculum"):

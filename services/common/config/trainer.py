@@ -334,6 +334,11 @@ class RoleConfig(Strict):
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
         names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        # Converted weights are those of one model: the policy's, which a role without a model of its own has too.
+        converted = "" if self.model else trainer.megatron.dist_checkpointing_path
+        if not (self.megatron and self.megatron.dist_checkpointing_path):
+            megatron = self.megatron or trainer.megatron
+            own["megatron"] = megatron.model_copy(update={"dist_checkpointing_path": converted})
         # Adapters and a lag are the policy's only.
         return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **own})
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.config.load import AnyConfig, load_any
-from services.common.config.loss import LossConfig
+from services.common.config.loss import LagConfig, LossConfig
 from services.common.config.megatron import MegatronConfig
 from services.common.config.run import Config
 from services.common.config.trainer import FsdpConfig, ProfilerConfig, TrainerConfig
@@ -86,13 +86,20 @@ def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
     Checkpoints are loaded in any layout, except those of Megatron that were saved by bucket: they need that layout.
     """
     saved, num_ranks = trainer.megatron, 1
-    megatron = MegatronConfig(moe=saved.moe, packed_sequences=saved.packed_sequences)
+    kept = ("moe", "packed_sequences", "dist_checkpointing_path")
+    megatron = MegatronConfig().model_copy(update={key: getattr(saved, key) for key in kept})
     layout = checkpoint / _LAYOUT
     if layout.is_file() and json.loads(layout.read_text())["layout"]["resharding"] != "fully_reshardable":
         dense = saved.tensor_model_parallel_size * saved.pipeline_model_parallel_size * saved.context_parallel_size
         expert = saved.pipeline_model_parallel_size * saved.expert_model_parallel_size * saved.etp
         num_ranks, megatron = math.lcm(dense, expert), saved
-    alone = {"num_ranks": num_ranks, "megatron": megatron, "fsdp": FsdpConfig(), "loss": LossConfig()}
+    alone = {
+        "num_ranks": num_ranks,
+        "megatron": megatron,
+        "fsdp": FsdpConfig(),
+        "loss": LossConfig(),
+        "lag": LagConfig(),
+    }
     return trainer.model_copy(update={**alone, "profiler": ProfilerConfig()})
 
 

@@ -73,7 +73,7 @@ class EpisodeFailed(LockstepError):
 def row_of(prompt: Prompt) -> dict[str, object]:
     """Returns the row of a prompt as an environment gets it."""
     answer = {} if prompt.answer is None else {"answer": prompt.answer}
-    return {"prompt": prompt.row_prompt, **answer, **prompt.extra}
+    return {**prompt.extra, "prompt": prompt.row_prompt, **answer}
 
 
 class EpisodeClient:

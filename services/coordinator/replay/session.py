@@ -313,7 +313,8 @@ class _Session:
 
 def _config(recorded: Config, run_dir: Path, step: int, checkpoint: str) -> Config:
     """Returns `recorded` with a directory of its own and without other models, whose outputs the batch has."""
-    alone = {"reference": ReferenceConfig(), "critic": None, "teacher": None, "advantage": AdvantageConfig()}
+    advantage = recorded.advantage.model_copy(update={"kl": AdvantageConfig().kl})  # its kind decides about blocks
+    alone = {"reference": ReferenceConfig(), "critic": None, "teacher": None, "advantage": advantage}
     here = {
         "runs_dir": run_dir / "replay",
         "name": f"step-{step:06d}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}",

@@ -57,7 +57,10 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InvalidInput(f"--out: {directory} exists and is not an empty directory; choose another", field="out")
     start = {"resume": str(checkpoint)} if is_checkpoint else {"resume": "never", "model": str(checkpoint)}
-    policy = config.trainer.model_copy(update={"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})})
+    changes: dict[str, object] = {"loss": config.trainer.loss.model_copy(update={"kl_coef": 0.0})}
+    if not is_checkpoint:  # whose weights would be those of the run's start, converted
+        changes["megatron"] = config.trainer.megatron.model_copy(update={"dist_checkpointing_path": ""})
+    policy = config.trainer.model_copy(update=changes)
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None, "teacher": None}  # opens no other model
     # The run may be in progress, with its metrics port and trackers in use.
     quiet = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})

@@ -34,7 +34,9 @@ def warning_metrics(step: int, metrics: Metrics, before: Metrics, settings: Warn
     `before` are the metrics of the step before it, which this function had added to; empty for the first.
     """
     collapse = _warn_of_collapse(step, metrics, before, settings.entropy_ratio)
-    learns = metrics["reward/mixed_groups"] or "teacher_kl/token_mean" in metrics  # a teacher needs no rewards
+    # A teacher needs no rewards, and some advantages compare with other prompts or with values.
+    others = "teacher_kl/token_mean" in metrics or any(metrics.get(f"advantage/{name}") for name in ("min", "max"))
+    learns = metrics["reward/mixed_groups"] or others
     count = 0.0 if learns else before.get(_UNMIXED, 0.0) + 1
     # Only once, and not in every later step.
     if (most := settings.steps_without_mixed_group) and count == most:
@@ -141,19 +143,24 @@ def _episode_metrics(batch: pa.Table) -> dict[str, float]:
     episodes = batch.filter(pc.is_valid(batch["environment"]))
     if not episodes.num_rows:
         return {}
+    lengths_R = pc.list_value_length(episodes["tokens"]).to_numpy()
+    rows_M = np.repeat(np.arange(len(lengths_R)), lengths_R)[trained_mask(episodes)]
+    kept_R = np.unique(rows_M)  # without those that overlong.mask_truncated leaves out
+    trained = episodes.take(pa.array(kept_R))
     firsts = begins_of_samples(episodes)
     turns = np.add.reduceat(pc.list_value_length(episodes["turn_begins"]).to_numpy(), firsts)
     limited = pc.equal(episodes["finish_reason"], "turn_limit").to_numpy()[firsts]
     of_agent: dict[str, float] = {}
+    begins, ends = (pc.list_flatten(trained[name]).to_numpy() for name in ("turn_begins", "turn_ends"))
+    num_sampled, num_trained = (ends - begins).sum(), trained_mask(trained).sum()
     if _has(episodes, "segment"):
-        begins, ends = (pc.sum(pc.list_flatten(episodes[name])).as_py() for name in ("turn_begins", "turn_ends"))
-        repeated = 1 - trained_mask(episodes).sum() / max(ends - begins, 1)
+        repeated = 1 - num_trained / max(num_sampled, 1)
         of_agent = {"agent/segments_mean": episodes.num_rows / len(firsts), "agent/repeated_share": float(repeated)}
     return of_agent | {
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),
         "episode/turn_limit": float(limited.mean()),
-        "episode/sampled_share": float(trained_mask(episodes).mean()),
+        "episode/sampled_share": float(num_trained / max(lengths_R[kept_R].sum(), 1)),
     }
 
 

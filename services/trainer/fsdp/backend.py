@@ -140,7 +140,7 @@ class FsdpBackend(Backend):
                 value, metrics = loss(outputs_KN, microbatch)
                 # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
                 (value * self._mesh.size()).backward()
-                outputs.append(outputs_KN[:2].detach())
+                outputs.append(outputs_KN[:2].detach().clone())
                 totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 

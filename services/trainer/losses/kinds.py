@@ -62,7 +62,7 @@ class Tokens:
 
     def sequence_mean(self, values_N: torch.Tensor) -> torch.Tensor:
         """Returns at every token [N] the mean of its sequence's values where loss_mask is 1, without gradient."""
-        return self.sequence_sum(values_N) / self.columns["completion_length"].clamp(min=1)
+        return self.sequence_sum(values_N) / self.sequence_sum(torch.ones_like(values_N)).clamp(min=1)
 
 
 def token_weights(config: MeanConfig, columns: dict[str, torch.Tensor], totals: Totals) -> torch.Tensor:

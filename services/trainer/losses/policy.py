@@ -118,6 +118,8 @@ def policy_loss(
     logprobs_N, entropy_N = outputs_2N
     tokens = Tokens.of(logprobs_N, columns, lengths)
     losses_N, means = LOSSES[config.kind](tokens, config)
+    is_trained_N = columns["loss_mask"] > 0
+    losses_N = losses_N.where(is_trained_N, 0.0)  # a loss of the user may be NaN at others
     factor_N, corrected = correction(tokens, config.correction)
     weights_N = token_weights(config, columns, totals)
     policy_loss = (weights_N * factor_N * losses_N).sum()
@@ -129,7 +131,8 @@ def policy_loss(
         means["kl"] = kl_N
     metrics = {"loss": loss.detach(), "policy_loss": policy_loss.detach()}
     for name, values_N in means.items():
-        metrics[name] = (columns["loss_mask"] * values_N.detach()).sum() / totals.num_tokens
+        trained_N = values_N.detach().where(is_trained_N, 0.0)
+        metrics[name] = (columns["loss_mask"] * trained_N).sum() / totals.num_tokens
     return loss, metrics
 
 

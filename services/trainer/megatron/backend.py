@@ -270,7 +270,7 @@ class MegatronBackend(Backend):
         def collect(shard: MicrobatchShard, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             value, metrics = loss(outputs_KN, shard.microbatch)
             rows = torch.full((), shard.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
-            return value * factor, rows, (outputs_KN[:2].detach(), metrics)
+            return value * factor, rows, (outputs_KN[:2].detach().clone(), metrics)
 
         return collect
 

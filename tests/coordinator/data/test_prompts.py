@@ -174,7 +174,7 @@ class TestPrompts:
         assert answers() == [(None, {}), (None, {})]
         assert answers(answer=["1", ""]) == [("1", {}), ("", {})]
         assert answers(answer=["1", None]) == [("1", {}), (None, {})]
-        assert answers(answer=[1, 2]) == [(None, {"answer": 1}), (None, {"answer": 2})]  # as the row has it
+        assert answers(answer=[1, 2]) == [("1", {}), ("2", {})]
 
 
 class TestBatches:

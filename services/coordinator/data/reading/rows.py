@@ -80,8 +80,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         if self.needs_answer:
             is_right = is_answer(self._type(answer, "data.answer_column"))
             self._require(is_right, answer, self.field, "not text or integers")
-        # A column that is not text, and need not be, is a column like any other.
-        self._answer = answer if self.needs_answer or (answer in types and is_text(types[answer])) else None
+        # A column that is no answer, and need not be, is a column like any other.
+        self._answer = answer if self.needs_answer or (answer in types and is_answer(types[answer])) else None
         self._extra = wanted
         for name in [name for name in types if name not in (prompt, self._answer)] if wanted is None else wanted:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"

@@ -81,6 +81,7 @@ class Collector:
         request = PromptRequest(num_samples, sampling, stamp, stamp.version, keep_failed=True)
         with self.failure_log.counting(f"evaluation of {name}", is_evaluation=True):
             results = await gather(self.one(i, p, request) for i, p in enumerate(prompts))
+        self.take_metrics()  # those of an evaluation are no step's
         groups = [group for group in results if group is not None]
         assert len(groups) == len(prompts), "keep_failed keeps every group"
         if all(group.is_failed.all() for group in groups):

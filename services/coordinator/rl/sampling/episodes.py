@@ -93,13 +93,14 @@ class EpisodeCollector(PlayedCollector):
             if not reply.messages and self._dialog.has_ended(completion.tokens):
                 detail = f"turn {turn} has ended, and the environment returned no message and is not done"
                 raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
+            if turn + 1 == self._settings.max_turns:
+                break
             added = self._dialog.reply(completion.tokens, reply.messages)
             if len(stream.tokens) + len(added) >= self._max_tokens:
                 reason = FinishReason.FINISH_REASON_LENGTH
                 break
-            if turn + 1 < self._settings.max_turns:
-                stream.add_context(added)
-                taken.append((completion.tokens, reply.messages))
+            stream.add_context(added)
+            taken.append((completion.tokens, reply.messages))
         self._compare(prompt, messages, taken, sample)
         completion, episode = stream.end(reason, self.turn_seed(prompt, request, sample, 0), client.environment)
         experts, mask = bytes(stream.routed_experts), stream.joined_sampling_mask

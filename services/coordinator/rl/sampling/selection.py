@@ -184,8 +184,12 @@ class _Selection:
         reasons = ", ".join(f"{number} {drop}" for drop, number in drops.items() if number)
         message = f"{num_useful} of {self._wanted} prompt groups after {len(attempts)} prompts, of which {reasons}"
         if not groups or (dynamic.enabled and dynamic.on_budget == "fail"):
-            more = f"let selection.dynamic try more prompts (max_rounds is {dynamic.max_rounds:g})"
-            fix = f"{more}, or use prompts of another difficulty"
+            fix = f"let selection.dynamic try more prompts (max_rounds is {dynamic.max_rounds:g})"
+            if dynamic.enabled and len(attempts) < int(dynamic.max_rounds * self._wanted):
+                fix = "these are all prompts of data.train: add more"
+            fix += ", or use prompts of another difficulty"
+            if drops[Drop.ALL_TRUNCATED]:
+                fix += "; samples that reach their maximum length may need more: raise rollout.sampling.max_tokens"
             if num_no_score := drops[Drop.NO_SCORE]:
                 others = "" if num_no_score == len(attempts) else f"; {fix}"
                 fix = f"the last without a score: {self._why_no_score()}{others}"
@@ -213,7 +217,8 @@ class _Selection:
         if not curriculum.enabled:
             return {}
         scored = [tried.group for tried in attempts if tried.group]
-        passed = [reaches(group.numbers(curriculum.component), curriculum.pass_threshold) for group in scored]
+        threshold = curriculum.pass_threshold
+        passed = [reaches(group.numbers(curriculum.component), threshold) & ~group.is_failed for group in scored]
         pairs = zip(scored, passed, strict=True)
         return {group.prompt.prompt_id: (len(is_passed), int(is_passed.sum())) for group, is_passed in pairs}
 
