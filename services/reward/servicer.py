@@ -146,6 +146,7 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
     if not request.candidates:
         raise InvalidInput("candidates: a prompt group has at least one sample", field="candidates")
     extra = parse_object(request.extra_json, field="extra_json")
+    messages = [{"role": message.role, "content": message.content} for message in request.messages]
     return [
         Item(
             prompt=request.prompt,
@@ -154,6 +155,7 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
             completion=candidate.text,
             num_tokens=candidate.num_tokens,
             finish_reason=finish_reason(candidate.finish_reason, field=f"candidates[{index}].finish_reason"),
+            messages=messages,
         )
         for index, candidate in enumerate(request.candidates)
     ]

@@ -176,6 +176,10 @@ class Reward:
             answer=prompt.answer,
             extra_json=json.dumps(prompt.extra),
         )
+        # Those of an environment's first prompt, or of an agent's calls, are not the row's.
+        if prompt.messages[0]["role"] and not group.episodes and not group.left:
+            for message in prompt.messages:
+                request.messages.add(role=str(message["role"]), content=str(message.get("content") or ""))
         episodes = [group.episode(sample) for sample in range(len(group.completions))]
         texts = tokenizer.decode_batch(list(map(final_tokens, group.completions, episodes)))
         for sample, (completion, episode, text) in enumerate(zip(group.completions, episodes, texts, strict=True)):

@@ -12,7 +12,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, LockstepError
+from services.common.errors import DeadlineExceeded, LockstepError, NotFound
 from services.common.families.architecture import make_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, choose
@@ -54,6 +54,9 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
         InvalidInput: A file is missing or damaged.
     """
     for name, settings, directory in role_models(config):
+        if not (directory.is_dir() or addresses.of(name)):
+            key = "model" if name == "trainer" else f"{name}.model"
+            raise NotFound(f"{key}: directory {directory} does not exist", field=key)
         # Megatron reads its own format then, and only the config and the tokenizer of the directory.
         is_converted = settings.strategy == "megatron" and bool(settings.megatron.dist_checkpointing_path)
         in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
@@ -99,8 +102,10 @@ def _attention(settings: TrainerConfig, content: JsonObject) -> str:
     return choose(device, dtype, make_architecture(content, "config.json").head_dim)
 
 
-def _fix_of_model(config: AnyConfig, problem: str) -> str:
+def _fix_of_model(config: AnyConfig, problem: str, field: str) -> str:
     """Returns what to do about a model that is refused; asks whether strategy fsdp supports what megatron does not."""
+    if field != "model":
+        return f"correct {field}"
     fix = "set model to a directory in the Hugging Face format that this strategy can train"
     if not problem.endswith(ASK_FSDP) or find_spec("torch") is None:
         return fix
@@ -125,10 +130,13 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
         check_weights(config, addresses, may_download=True)
         yield from _ask_trainer(config, addresses)
     except LockstepError as error:
-        yield Finding("model", error.message, Verdict.FAIL, _fix_of_model(config, error.message))
-        yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
-        return
-    yield Finding("model", config.model)
+        field = error.metadata.get("field") or "model"
+        yield Finding("model", error.message, Verdict.FAIL, _fix_of_model(config, error.message, field))
+        if field == "model":
+            yield Finding("data", "not read without the model's tokenizer", Verdict.WARN, "see above")
+            return
+    else:
+        yield Finding("model", config.model)
     if isinstance(config, Config) and config.teacher:
         yield check_teacher(config)
     try:

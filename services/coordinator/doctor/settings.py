@@ -178,10 +178,10 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
         if visible_gpus() or (memory := host_memory(meminfo)) is None:
             return
         model = planned_model(config)
+        peaks = [rank.peak for rank in rank_memory(config, model, is_gpu=False).values()]
     except LockstepError:  # reported by the checks of GPUs and of the model
         return
     total, free = memory
-    peaks = [rank.peak for rank in rank_memory(config, model, is_gpu=False).values()]
     needed = sum(peaks) * config.trainer.num_ranks / len(peaks) / _GIB
     sizes = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
     fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -17,7 +17,7 @@ from transformers import (
 
 from services.reward.errors import FailureReason, ScoringError
 
-_ROLES = ("user", "assistant")
+Message = Mapping[str, str]
 
 
 class Limits(TypedDict):
@@ -76,9 +76,11 @@ class RewardModel:
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
 
-    def __call__(self, *, prompt: Sequence[str], completion: Sequence[str], **_: object) -> list[float | ScoringError]:
+    def __call__(
+        self, *, prompt: Sequence[str], completion: Sequence[str], messages: Sequence[Sequence[Message]], **_: object
+    ) -> list[float | ScoringError]:
         """Returns one logit per sample, or an error for a sample of more than `max_tokens` tokens."""
-        tokens = [self._encode(*texts) for texts in zip(prompt, completion, strict=True)]
+        tokens = [self._encode(*sample) for sample in zip(prompt, completion, messages, strict=True)]
         scores = list[float | ScoringError]()
         for ids in tokens:
             detail = f"{len(ids)} tokens are more than max_tokens {self._max_tokens}"
@@ -90,14 +92,16 @@ class RewardModel:
                 scores[index] = score
         return scores
 
-    def _encode(self, prompt: str, completion: str) -> list[int]:
+    def _encode(self, prompt: str, completion: str, messages: Sequence[Message]) -> list[int]:
         # A completion may contain the text of a special token, such as the end of a turn. Break it up, so that it is
         # tokenized as text.
         if self._special:
             completion = self._special.sub(lambda token: f"{token[0][0]} {token[0][1:]}", completion)
         if self._is_chat:
-            messages = [{"role": r, "content": c} for r, c in zip(_ROLES, (prompt, completion), strict=True)]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            # The prompt itself is the policy's rendering, whose marks the reward model would read within a message.
+            asked = messages or [{"role": "user", "content": prompt}]
+            answer = {"role": "assistant", "content": completion}
+            text = self._tokenizer.apply_chat_template([*asked, answer], tokenize=False)
             assert isinstance(text, str), "tokenize=False gives text"
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         text = prompt + completion

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 from services.common.config.reward import PythonConfig, RewardConfig
@@ -24,6 +24,8 @@ class Item:
     completion: str
     num_tokens: int
     finish_reason: str
+    messages: Sequence[object] = ()
+    """The messages of which a chat template made `prompt`; empty if it is no template's."""
 
     def column(self, key: str | None, setting: str) -> object:
         """Returns the row's extra column `key`, which the scorer's `setting` names; the answer if it names none."""
@@ -94,7 +96,7 @@ class WorkerScorer(Scorer):
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        return await self._pool.call({**asdict(item), **self._kwargs})
+        return await self._pool.call({name: vars(item)[name] for name in ITEM_FIELDS} | self._kwargs)
 
     async def close(self) -> None:
         await self._pool.close()

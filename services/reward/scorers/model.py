@@ -41,7 +41,7 @@ class ModelScorer(Scorer):
         self.version = self._pool.version  # the hash of the model's files and of the settings that affect the score
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        return await self._pool.call_group(columns(items), len(items))
+        return await self._pool.call_group(columns(items) | {"messages": [item.messages for item in items]}, len(items))
 
     async def close(self) -> None:
         await self._pool.close()

@@ -56,9 +56,10 @@ def scorer_of(path: Path, **fields: object) -> tuple[Callable[..., list], str]:
     return load(**config.model_dump(include=LOAD_FIELDS))
 
 
-def scores(path: Path, pairs: Sequence[tuple[str, str]] = PAIRS, **fields: object) -> list:
+def scores(path: Path, pairs: Sequence[tuple[str, str]] = PAIRS, messages: object = (), **fields: object) -> list:
     prompts, completions = zip(*pairs, strict=True)
-    return scorer_of(path, **fields)[0](prompt=prompts, completion=completions, answer=[""] * len(pairs))
+    columns = {"prompt": prompts, "completion": completions, "answer": [""] * len(pairs)}
+    return scorer_of(path, **fields)[0](**columns, messages=[messages] * len(pairs))
 
 
 @torch.no_grad()
@@ -89,6 +90,9 @@ def test_a_chat_template_is_used_and_a_completion_cannot_end_its_turn(reward_mod
     assert abs(truth[1] - expected(path, "=1+1=<eos>-2<eos>=3<eos>")) > 1e-3
     assert scores(path, pairs) == close(truth)
     assert scores(path, pairs, template="plain")[0] == close(expected(path, "1+1=2"))
+    # The policy's own template is in the prompt's text, and not in the messages.
+    messages = [{"role": "user", "content": "1+1="}]
+    assert scores(path, [("<eos>1+1=<eos>", "2")], messages) == close(truth[:1])
 
 
 def test_the_label_is_the_score_and_a_model_without_pad_token_is_right_too(reward_model):

@@ -1,3 +1,4 @@
+from lockstep.reward.v1 import environment_pb2 as _environment_pb2
 from lockstep.types.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -91,20 +92,22 @@ class AgentResult(_message.Message):
     def __init__(self, exit_code: _Optional[int] = ..., files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id")
+    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id", "messages")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     EXTRA_JSON_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     prompt: str
     answer: str
     extra_json: str
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     run_id: str
-    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...
+    messages: _containers.RepeatedCompositeFieldContainer[_environment_pb2.Message]
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., run_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_environment_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("reason", "scorer", "message")

@@ -157,7 +157,12 @@ def python(samples: Samples, config: AdvantageConfig) -> np.ndarray:
         InvalidInput: The function cannot be imported, raises, or its result is not finite or not of shape [M].
     """
     result = call_function(config.import_path, (samples, config), config.kwargs, field=_FIELD)
-    advantages_M = np.asarray(result, np.float64)
+    try:
+        advantages_M = np.asarray(result, np.float64)
+    except (TypeError, ValueError) as error:  # numbers in lists of several lengths, or no numbers
+        kind = type(result).__name__
+        problem = f"returned a {kind}, of which no array can be made ({error}); it must return only an array"
+        raise InvalidInput(f"{_FIELD}: {config.import_path} {problem}", field=_FIELD) from error
     if advantages_M.shape != samples.sample_M.shape or not np.isfinite(advantages_M).all():
         raise InvalidInput(
             f"{_FIELD}: {config.import_path} returned an array of shape {list(advantages_M.shape)}; it must return "
