@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from services.common.files.model_card import vocab_size_of
 from services.common.stamps import require_stamp
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
+from services.trainer.checkpoint.model_files import sampled_sha256
 from services.trainer.offload import Part
 from services.trainer.ranks.calls import Command, Ranks
 from services.trainer.ranks.worker import Worker
@@ -117,10 +119,10 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
     return role
 
 
-def made_with(config: TrainerConfig) -> dict[str, Any]:
+def made_with(config: TrainerConfig, model_path: Path) -> dict[str, Any]:
     """Returns the settings without which a checkpoint's tensors are another model (TrainState.made_with)."""
-    lora = config.lora
-    return {"strategy": config.strategy, "lora.rank": lora.rank} | ({"lora.alpha": lora.alpha} if lora.rank else {})
+    lora, of_all = config.lora, {"strategy": config.strategy, "lora.rank": config.lora.rank}
+    return of_all | ({"lora.alpha": lora.alpha, "model": sampled_sha256(model_path)} if lora.rank else {})
 
 
 def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:

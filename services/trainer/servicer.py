@@ -261,7 +261,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)
-        state, made_with = TrainState(0, "", {}), contract.made_with(config)
+        made_with = await asyncio.to_thread(contract.made_with, config, Path(request.model_path))
+        state = TrainState(0, "", {})
         if request.checkpoint_path:
             with PROGRESS.stage("verify the checkpoint"):
                 state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))

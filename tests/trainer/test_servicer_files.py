@@ -55,6 +55,8 @@ async def test_adapters_are_loaded_only_as_they_were_saved(
     with raises(PreconditionFailed, field=field):
         await trainer.open(checkpoint=str(path), lora=lora)
     assert await trainer.publish() == stamp  # the open run goes on
+    with raises(PreconditionFailed, field="model"):  # adapters of another base are another model
+        await trainer.open("tied", checkpoint=str(path), lora=own)
     await trainer.open(checkpoint=str(path), lora=own)
     assert await trainer.publish() == stamp
 

@@ -12,6 +12,7 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 
 from services.common.config.load import AnyConfig
+from services.common.config.sft import SftConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput, LockstepError
 from services.common.files.model_card import vocab_size_of
@@ -94,7 +95,8 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
     if is_early:
         say(f"{config.name} was ended by early stopping after step {version}; use another name")
     else:
-        say(f"{config.name} already has its {counted(version, 'step')}; raise num_steps or use another name")
+        key = "num_epochs" if isinstance(config, SftConfig) and config.num_epochs else "num_steps"
+        say(f"{config.name} already has its {counted(version, 'step')}; raise {key} or use another name")
     path = run.record.export_path if config.checkpoint.export_at_end else None
     return Outcome.of(run, version, last, path)
 

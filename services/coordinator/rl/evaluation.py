@@ -1,5 +1,7 @@
 """Evaluates held-out prompts: mean reward of n samples (avg@n), pass@k, reward components and lengths."""
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 
@@ -30,6 +32,7 @@ async def evaluate(
     """
     metrics: dict[str, float] = {}
     scored: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with run.phase(Phase.EVALUATING):
         for name, prompts in eval_data.items():
             settings = run.config.evaluation.settings(name)
@@ -43,10 +46,19 @@ async def evaluate(
                 of_set["failed"] = float(num_failed)
             metrics |= {f"eval/{name}/{metric}": value for metric, value in of_set.items()}
             run.record.keep_evaluation(name, samples, stamp)
-            scored = versions_of(samples)
+            digests[name] = _digest(settings, sampling)
+            scored = versions_of(samples) | {"settings": json.dumps(digests)}
     await run.record.ledger.free()
     run.finish_evaluation(stamp.version, metrics, scored)
     return metrics
+
+
+def _digest(settings: EvalSetConfig, sampling: SamplingConfig) -> str:
+    """Returns a digest of what decides about a set's numbers besides its data, the weights and the scorers."""
+    numbers = sampling.model_dump_json() + settings.model_dump_json(
+        include={"num_samples", "max_prompts", "pass_threshold"}
+    )
+    return hashlib.sha256(numbers.encode()).hexdigest()[:8]
 
 
 def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> SamplingConfig:

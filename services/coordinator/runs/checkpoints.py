@@ -28,7 +28,8 @@ from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 log = logging.getLogger(__name__)
 
 Versions = Mapping[str, str]
-"""Name, version and weight of the scorers (`scorer`), and name and version of the environment (`environment`)."""
+"""Name, version and weight of the scorers (`scorer`), name and version of the environment (`environment`) and, of an
+evaluation, a JSON object with a digest of each set's `settings`."""
 
 
 def versions_of(samples: pa.Table) -> dict[str, str]:
@@ -76,7 +77,10 @@ def _of_batch(path: Path | None) -> dict[str, str] | None:
 
 
 def _changes(before: Versions, now: Versions) -> Iterator[tuple[str, str, str]]:
-    """Yields what changed, and its old and new version, for each scorer and the environment."""
+    """Yields what changed, and its old and new version, for each scorer, the environment and each set's settings."""
+    sets, sets_now = (json.loads(versions.get("settings", "{}")) for versions in (before, now))
+    for name in (name for name in sets if sets_now.get(name, sets[name]) != sets[name]):
+        yield f"evaluation.sets.{name}", sets[name], sets_now[name]
     for what in ("scorer", "environment"):
         for old, new in zip_longest(before[what].split(" + "), now[what].split(" + "), fillvalue=""):
             if old != new:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -17,7 +17,7 @@ from transformers import (
 
 from services.reward.errors import FailureReason, ScoringError
 
-Message = Mapping[str, str]
+Message = dict[str, str]
 
 
 class Limits(TypedDict):

@@ -96,7 +96,8 @@ class WorkerScorer(Scorer):
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        return await self._pool.call({name: vars(item)[name] for name in ITEM_FIELDS} | self._kwargs)
+        fields = {name: vars(item)[name] for name in ITEM_FIELDS}
+        return await self._pool.call({**fields, **self._kwargs})
 
     async def close(self) -> None:
         await self._pool.close()

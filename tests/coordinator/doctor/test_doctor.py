@@ -240,8 +240,8 @@ def test_model_and_data(tmp_path: Path) -> None:
     (model,) = examine_inputs(elsewhere, Addresses(trainer="a:1"))
     assert (model.verdict, "not on this host" in model.result) == (OK, True)
     megatron = {"strategy": "megatron", "num_ranks": 64, "megatron": {"tensor_model_parallel_size": 64}}
-    model, _ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
-    assert_fails(model, FAIL, "tensor_model_parallel_size 64", "strategy")
+    model, *_ = examine_inputs(config_with(data=data, trainer=megatron), Addresses())
+    assert_fails(model, FAIL, "tensor_model_parallel_size 64", "correct trainer.")
 
 
 def test_a_model_without_all_its_weights_fails(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from services.common.config.run import Config
 from services.common.import_path import load_function
 from services.coordinator.doctor import settings
 from services.coordinator.doctor.finding import Finding
-from services.coordinator.doctor.inputs import shown
+from services.coordinator.doctor.inputs import examine_inputs, shown
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe import trackers
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
@@ -160,3 +160,18 @@ def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypat
 def test_a_text_that_commands_the_terminal_is_shown_as_a_literal() -> None:
     assert shown("a\x1b[2J\n") == repr("a\x1b[2J\n")
     assert shown("x" * 999) == repr("x" * 400) + "..."
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"advantage": {"kind": "gae"}, "critic": {"model": "/nope"}}, "critic.model"),
+        ({"advantage": {"kind": "distill"}, "teacher": {"model": "/nope"}}, "teacher.model"),
+        ({"trainer": {"loss": {"kl_coef": 0.1}}, "reference": {"model": "/nope"}}, "reference.model"),
+    ],
+)
+def test_the_missing_model_of_a_role_is_named(sections: dict[str, object], key: str, tmp_path: Path) -> None:
+    config = config_with(**sections)
+    model, *_ = examine_inputs(config, Addresses())
+    assert_fails(model, FAIL, f"{key}: directory /nope does not exist", f"correct {key}")
+    assert not list(settings.check_memory(config, tmp_path / "meminfo"))  # another finding has said it

@@ -9,12 +9,13 @@ import pytest
 from lockstep.reward.v1 import reward_pb2
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
+from services.common.config.evaluation import EvalSetConfig, EvaluationConfig
 from services.common.files.transfer import seal
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.observe.report.summary import head
 from services.coordinator.rl.evaluation import evaluate
-from services.coordinator.runs.checkpoints import warn_of_other_versions
+from services.coordinator.runs.checkpoints import change_between, comparable_evaluations, warn_of_other_versions
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.resume import open_run
@@ -84,11 +85,20 @@ async def test_an_outcome_says_that_its_numbers_were_scored_differently(tmp_path
             output = io.StringIO()
             show(Outcome.of(run, version, 3, None), {}, literal_console(file=output, width=80), number=".2f")
             shown.append(output.getvalue())
+    # The same weights, sampled otherwise.
+    other = config.model_copy(update={"evaluation": EvaluationConfig(sets={"test": EvalSetConfig(temperature=1.0)})})
+    with contextlib.closing(Run(other, open_run(other))) as run:
+        run.begin(2, [])
+        async with replicas(1) as fakes, collector(other, fakes, Scorer("fake 2"), stamp) as collects:
+            await evaluate(run, collects, {"test": [make_prompt(0)]}, stamp)
+        change = change_between(run.record.ledger, 1, 2)
+        assert change.startswith("evaluation.sets.test ") and change.endswith(", scorer fake 1 became fake 2")
+        assert len(comparable_evaluations(run.record.ledger, 2)) == 1
     said = "These columns cannot be compared, they were scored differently: scorer fake 1 became fake 2."
     assert [said in text for text in shown] == [False, False, True]
     with contextlib.closing(LedgerReader(config.run_dir)) as ledger:
         facts = dict(head(config.run_dir, ledger, [])["facts"])
-    assert facts["held-out"].endswith(", not to be compared: scorer fake 1 became fake 2")
+    assert facts["held-out"].endswith("scorer fake 1 became fake 2") and ", not to be compared: " in facts["held-out"]
 
 
 def test_a_run_without_batches_or_with_a_damaged_one_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
