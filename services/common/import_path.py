@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import PurePath
 from typing import Any
 
 from services.common.errors import InvalidInput, LockstepError
@@ -45,7 +46,9 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     try:
         function = getattr(import_module(module_name), name)
     except Exception as error:  # importing runs the user's module, which may raise anything
-        raise InvalidInput(f"{field}: {path} cannot be imported: {error}", field=field) from error
+        is_file = module_name.endswith(".py")
+        hint = f"; name the module, without .py: {PurePath(module_name).stem}:{name}" if is_file else ""
+        raise InvalidInput(f"{field}: {path} cannot be imported: {error}{hint}", field=field) from error
     if not callable(function):
         raise InvalidInput(f"{field}: {path} is not a function", field=field)
     return function

@@ -1,5 +1,6 @@
 """Builds a validated config from YAML files and dotted overrides, with errors that a person can act on."""
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def parse_json(model: type[Model], text: str, *, field: str = "config_json") -> 
             empty = "is empty; send the section as JSON, {} if it has only defaults"
             message = f"{field}: {in_words(first) if text.strip() else empty}"
             raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=field) from error
-        raise _explain(model, error, {}) from error
+        raise _explain(model, error, json.loads(text), {}) from error
 
 
 def keys(model: type[BaseModel], prefix: str = "", listed: dict[type[BaseModel], str] | None = None) -> Iterator[Key]:
@@ -231,27 +232,49 @@ def validate(model: type[Model], tree: Table, origin: Mapping[str, str]) -> Mode
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise _explain(model, error, origin) from error
+        raise _explain(model, error, tree, origin) from error
 
 
-def _explain(model: type[BaseModel], error: ValidationError, origin: Mapping[str, str]) -> InvalidInput:
+def _explain(model: type[BaseModel], error: ValidationError, tree: object, origin: Mapping[str, str]) -> InvalidInput:
     problems = error.errors(include_url=False)
     # Pydantic also reports a list whose elements are invalid as too short; keep the errors of the elements only.
     elements = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
     details = [problem for problem in problems if problem["loc"] not in elements]
-    lines = [_explain_one(model, detail, origin) for detail in details]
-    first = ".".join(str(part) for part in details[0]["loc"])
+    paths = [_path(detail["loc"], tree) for detail in details]
+    lines = [_explain_one(model, path, detail, origin) for path, detail in zip(paths, details, strict=True)]
     text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines])
-    return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=first)
+    return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=paths[0])
 
 
-def _explain_one(model: type[BaseModel], detail: ErrorDetails, origin: Mapping[str, str]) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
+def _path(loc: Sequence[int | str], tree: object) -> str:
+    """Returns a place in the tree as the user writes it: without the kinds, by which pydantic names parts of unions."""
+    parts, here = list[str](), tree
+    for part, following in zip(loc, (*loc[1:], None), strict=False):
+        value = _part(here, part)
+        # The kind `tools` also has a key of that name, whose value is a list.
+        is_list = _part(value, 0) is not None
+        if part == _part(here, "kind") and (value is None or (is_list and isinstance(following, str))):
+            continue
+        parts.append(str(part))
+        here = value
+    return ".".join(parts)
+
+
+def _part(value: object, key: int | str) -> object:
+    """Returns the value of a key of a table, or an element of a list; None if there is none."""
+    if isinstance(value, dict):
+        return cast(Table, value).get(str(key))
+    elements = cast(list[object], value) if isinstance(value, list) else []
+    return elements[key] if isinstance(key, int) and key < len(elements) else None
+
+
+def _explain_one(model: type[BaseModel], path: str, detail: ErrorDetails, origin: Mapping[str, str]) -> str:
     message = detail["msg"].removeprefix("Value error, ")
     sources = _sources(path, message, origin)
     where = f" (from {' and '.join(sources)})" if sources else ""
     if detail["type"] == "extra_forbidden":
-        return f"{path}: unknown key{where}{_suggest(model, path, detail['input'])}"
+        with_kinds = ".".join(map(str, detail["loc"]))
+        return f"{path}: unknown key{where}{_suggest(model, with_kinds, detail['input'])}"
     if detail["type"] == "missing":
         return f"{path}: required and not set"
     if detail["type"] == "value_error":

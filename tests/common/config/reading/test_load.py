@@ -380,3 +380,17 @@ def test_a_value_that_an_override_replaced_is_no_source(tmp_path: Path) -> None:
     assert "(from command line)" in refused(path, "seed=-2")
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": {"lora": 7}}))
     assert path not in refused(path, "trainer.lora={dropout: 0.1}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("environment={kind: python, pth: 'm:C'}", "environment.pth: unknown key"),
+        ("environment={kind: tools, tools: [{kind: mcp, comand: [x]}]}", "environment.tools.0.comand: unknown key"),
+        ("reward.scorers=[{kind: exact}, {kind: math, weight: x}]", "reward.scorers.1.weight: "),
+    ],
+)
+def test_keys_are_named_as_they_are_written(override: str, key: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load(Config, [override])
+    assert key in caught.value.message and ".math" not in caught.value.message, caught.value.message
