@@ -77,6 +77,9 @@ class WorkerEnvironmentConfig(BaseEnvironmentConfig):
     them."""
     max_memory_gib: float = Field(default=4.0, gt=0.1, le=1 << 20)
     """Maximum address space of one worker, in GiB."""
+    max_concurrent: int = Field(default=1024, ge=1, le=65536)
+    """Maximum number of episodes that each reward service plays at once. Further ones wait, which does not count toward
+    episode_s. An environment whose methods are not async takes a thread of a worker for each episode."""
 
 
 class PythonEnvironmentConfig(WorkerEnvironmentConfig):

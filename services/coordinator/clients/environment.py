@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 from lockstep.reward.v1 import agent_pb2, agent_pb2_grpc, environment_pb2_grpc
@@ -145,13 +146,18 @@ class Environments:
         """Yields the client of a new episode, which ends afterwards; nobody waits for its end."""
         assert isinstance(self._settings, BaseEnvironmentConfig), "agents have no client of an episode"
         with self._least_loaded() as service:
+            await service.places.acquire()
             client = EpisodeClient(service, episode_id, self._settings)
             try:
                 yield client
             finally:
                 end = asyncio.create_task(client.close())
                 self._ends.add(end)
-                end.add_done_callback(self._ends.discard)
+                end.add_done_callback(partial(self._ended, service))
+
+    def _ended(self, service: "_Service", end: asyncio.Task[None]) -> None:
+        self._ends.discard(end)
+        service.places.release()
 
     async def play(self, begin: agent_pb2.Begin, answer: Answer) -> agent_pb2.AgentEnd:
         """Plays an agent's episode, answers its calls and returns what it left behind.
@@ -211,8 +217,7 @@ class _Service:
         stub = agent_pb2_grpc.AgentServiceStub if is_agent else environment_pb2_grpc.EnvironmentServiceStub
         self._client = Client(reward.address, stub, transport)
         self.num_episodes = 0
-        self.places = asyncio.Semaphore(settings.max_concurrent if is_agent else 1)
-        """Those for episodes of agents."""
+        self.places = asyncio.Semaphore(settings.max_concurrent)
 
     async def call(self, method: Method[Request, _Reply], request: Request, reply_s: float) -> _Reply:
         async with self._losing():

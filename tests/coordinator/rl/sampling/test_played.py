@@ -1,10 +1,10 @@
-"""Tests what samples that could not be played or scored are worth: nothing, and they change no other sample's score."""
+"""Tests that failed episodes and samples are worth nothing and change no other score, and that episodes wait."""
 
 from services.coordinator.data.groups import ScoredGroup
 from services.coordinator.rl.sampling.collect import PromptRequest
 from tests.coordinator.fake_environment import FakeEnvironment, OpensEnvironment, episodes
 from tests.coordinator.fake_services import make_config, make_prompt, replicas
-from tests.coordinator.rl.sampling.test_episodes import CRASHED, SAMPLING, STAMP, DigitTokenizer, ends_after
+from tests.coordinator.rl.sampling.test_episodes import CRASHED, SAMPLING, STAMP, DigitTokenizer, ends_after, played
 
 
 async def judged(environment: FakeEnvironment, scorer: OpensEnvironment) -> ScoredGroup:
@@ -39,3 +39,10 @@ async def test_an_environment_rewards_no_sample_that_could_not_be_scored():
     group = await judged(FakeEnvironment(ends_after(1)), OpensEnvironment({prompt_id}))
     assert group.is_failed.tolist() == [True, False, False, False]
     assert group.rewards.tolist() == [0.0, 1.5, 1.5, 1.5]
+
+
+async def test_episodes_beyond_the_limit_wait_before_they_begin():
+    environment = FakeEnvironment(ends_after(3))
+    groups = await played(environment, num=4, max_concurrent=3)
+    assert len(groups) == 4 and all(group is not None for group in groups)
+    assert environment.most_open == 3 and len(environment.resets) == 8
