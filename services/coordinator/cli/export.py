@@ -93,14 +93,9 @@ def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
         dense = saved.tensor_model_parallel_size * saved.pipeline_model_parallel_size * saved.context_parallel_size
         expert = saved.pipeline_model_parallel_size * saved.expert_model_parallel_size * saved.etp
         num_ranks, megatron = math.lcm(dense, expert), saved
-    alone = {
-        "num_ranks": num_ranks,
-        "megatron": megatron,
-        "fsdp": FsdpConfig(),
-        "loss": LossConfig(),
-        "lag": LagConfig(),
-    }
-    return trainer.model_copy(update={**alone, "profiler": ProfilerConfig()})
+    alone = {"num_ranks": num_ranks, "megatron": megatron, "fsdp": FsdpConfig()}
+    unused = {"loss": LossConfig(), "lag": LagConfig(), "profiler": ProfilerConfig()}
+    return trainer.model_copy(update={**alone, **unused})
 
 
 def _dtype(model: str, dtype: str) -> str:
