@@ -169,7 +169,8 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
         message = f"--data: column {present[0]} is {rows.types[present[0]]}, not {kinds}: convert it"
         raise InvalidInput(message, field="data")
     has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
-    raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: rename one", field="data")
+    fix = "rename one" if what == "prompts" else "rename one, or write the config of a scorer that needs none yourself"
+    raise InvalidInput(f"--data: no column of {what} ({', '.join(names)}) among {has}: {fix}", field="data")
 
 
 def _scorer(rows: Rows, prompt: str, answer: str) -> tuple[str, str]:
