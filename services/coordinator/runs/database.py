@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ _FIXES = {
     sqlite3.SQLITE_NOLFS: "use a disk that takes larger files",
     sqlite3.SQLITE_PROTOCOL: "keep runs_dir on a disk whose file locks work, such as a local one",
 }
+_LEAST_FREE_BYTES = 1 << 16
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 # Waits of SQLite itself, in which Ctrl-C and the event loop have to wait too, are not longer than this.
 _SLICE_S = 0.5
@@ -234,6 +236,12 @@ def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF  # without the extended part
 
 
+def _is_full(path: Path) -> bool:
+    with suppress(OSError):
+        return shutil.disk_usage(path.parent).free < _LEAST_FREE_BYTES
+    return False
+
+
 def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
     """Returns the typed error: what failed, where, and what to do."""
     code = _code(error)
@@ -241,6 +249,8 @@ def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
         message = f"{path} is locked by {_holder(path)}: {error}; end that process, then run the same command again"
         return errors.Unavailable(message, reason=Reason.STORAGE_FAILED, path=str(path))
     if code in _FIXES:
+        if code == sqlite3.SQLITE_IOERR and _is_full(path):  # what SQLite says if it cannot make its index
+            code = sqlite3.SQLITE_FULL
         message = f"{path} cannot be written: {error}; {_FIXES[code]}, then run the same command again"
         return errors.PreconditionFailed(message, reason=Reason.STORAGE_FAILED, path=str(path))
     if code == sqlite3.SQLITE_NOMEM:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import sqlite3
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from services.common.errors import DataLoss, PreconditionFailed, Reason
 from services.coordinator.observe.frontend import RunLog
 from services.coordinator.observe.reporters import JsonLines, TensorBoard
+from services.coordinator.runs import database
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.record import CollectedBatch, RunRecord
 from services.coordinator.runs.reporter import Reporters
@@ -221,3 +223,12 @@ def test_damaged_lines_are_taken_from_the_ledger(tmp_path: Path, caplog: pytest.
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == before
     (record,) = caplog.records
     assert "line 3, 4 was damaged" in record.message
+
+
+def test_an_error_of_the_disk_on_a_full_one_says_so(disk: SmallDisk):
+    """So SQLite says that it has no room for the index of a log that a killed run has left."""
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    assert "check the disk" in database._failure(disk.path / "ledger.sqlite", error).message
+    disk.fill()
+    assert "free space" in database._failure(disk.path / "ledger.sqlite", error).message
