@@ -82,7 +82,7 @@ for name in sys.argv[2:]:
     [
         (
             "coordinator",
-            ["cli.main", "rl.session", "sft.session", "daemon.servicer", "doctor.session", "verify.session"],
+            ["cli.main", "rl.session", "sft.session", "daemon.runs", "doctor.session", "verify.session"],
         ),
         ("reward", ["__main__", "servicer"]),
     ],

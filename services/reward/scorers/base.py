@@ -27,6 +27,10 @@ class Item:
     messages: Sequence[object] = ()
     """The messages of which a chat template made `prompt`; empty if it is no template's."""
 
+    def fields(self) -> dict[str, object]:
+        """Returns what functions and services of users get."""
+        return {name: vars(self)[name] for name in ITEM_FIELDS}
+
     def column(self, key: str | None, setting: str) -> object:
         """Returns the row's extra column `key`, which the scorer's `setting` names; the answer if it names none."""
         if key is None:
@@ -96,8 +100,7 @@ class WorkerScorer(Scorer):
         await self._pool.open()
 
     async def score(self, item: Item) -> float:
-        fields = {name: vars(item)[name] for name in ITEM_FIELDS}
-        return await self._pool.call({**fields, **self._kwargs})
+        return await self._pool.call({**item.fields(), **self._kwargs})
 
     async def close(self) -> None:
         await self._pool.close()

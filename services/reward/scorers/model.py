@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from services.common.config.reward import RewardConfig
@@ -133,7 +132,7 @@ class HttpScorer(Scorer):
         await self.score_group([])  # asks the server for its version
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        answer = await self._remote.post({"samples": [asdict(item) for item in items]})
+        answer = await self._remote.post({"samples": [item.fields() for item in items]})
         scores, version = _parse(answer, len(items))
         if version != (self.version or version):
             message = f"its version changed from {self.version} to {version} since OpenRun; close and reopen the run"

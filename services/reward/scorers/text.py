@@ -4,7 +4,7 @@ import asyncio
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from importlib.metadata import version
@@ -185,7 +185,7 @@ class MathScorer(WorkerScorer):
         return [zero if self._is_bomb(results[index]) else results[index] for index in range(len(items))]
 
     async def _grade_all(self, items: Sequence[Item], limit_s: float) -> list[float | ScoringError]:
-        calls = (self._pool.call({**asdict(item), **self._kwargs}, limit_s) for item in items)
+        calls = (self._pool.call({**item.fields(), **self._kwargs}, limit_s) for item in items)
         return expected(await asyncio.gather(*calls, return_exceptions=True))
 
     def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:

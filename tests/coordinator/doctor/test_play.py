@@ -50,7 +50,8 @@ def write_config(tmp_path: Path, environment: dict[str, Any]) -> Path:
     pq.write_table(pa.table(rows), tmp_path / "train.parquet")
     data = {"train": str(tmp_path / "train.parquet"), "prompts_per_step": 2, "bad_rows": "drop"}
     config = config_with()
-    content = {"model": str(config.model), "num_steps": 1, "data": data, "reward": {"scorers": []}}
+    scorers = [{"kind": "exact"}] if environment["kind"] == "tools" else []  # tools give no rewards
+    content = {"model": str(config.model), "num_steps": 1, "data": data, "reward": {"scorers": scorers}}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**content, "environment": {"turn_s": 60.0, **environment}}))
     return path
