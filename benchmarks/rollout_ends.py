@@ -80,6 +80,9 @@ class _Clock:
     def least_loaded(self) -> contextlib.AbstractContextManager["_Clock"]:
         return contextlib.nullcontext(self)
 
+    def take_failures(self) -> dict[str, float]:
+        return {}
+
     async def score(self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool) -> ScoredGroup:
         self.finished_s.append(time.perf_counter())
         self.num_tokens += sum(len(completion.tokens) for completion in group.completions)

@@ -19,7 +19,7 @@ from services.coordinator.rl.metrics import batch_metrics
 from services.trainer import samples as trainer_samples
 from services.trainer.losses import policy_loss
 from services.trainer.losses.kinds import Totals, token_weights
-from services.trainer.samples import check_samples, trained_of_samples
+from services.trainer.samples import check_groups, check_samples, trained_of_samples
 from services.trainer.updates.packing import build_microbatch
 from tests.agents.in_process import caught
 from tests.support import raises
@@ -135,7 +135,9 @@ def test_the_trainer_takes_segments_and_refuses_what_is_none():
         ("reward", lambda: [rows[0], {**rows[1], "reward": 0.9}, *rows[2:]]),
     ):
         with raises(InvalidInput, field=name):
-            check_samples(pa.Table.from_pylist(change(), schema=SAMPLE_SCHEMA), vocab_size=100)
+            changed = pa.Table.from_pylist(change(), schema=SAMPLE_SCHEMA)
+            check_samples(changed, vocab_size=100)
+            check_groups(changed)
 
 
 def gradient(table: pa.Table, config: LossConfig) -> torch.Tensor:

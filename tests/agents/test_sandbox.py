@@ -158,7 +158,7 @@ async def test_a_collected_program_is_tested_in_another_sandbox(program):
     source = "ask('x')\nopen('solution.py', 'w').write('print(int(input()) * 2)')\nprint('def lies(): pass')"
     tests = json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]})
     scorers = [{"kind": "code", "file": "solution.py"}, {"kind": "code", "name": "other", "file": "absent.py"}]
-    settings = program(source, collect=["solution.py"])
+    settings = program(source, collect=["*.py"])
     async with staged(lambda text, seed: "hi", scorers=scorers, **settings) as stage:
         group = await stage.play(tests=tests)
         assert group is not None and dict(group.scores[0].components) == {"code": 1.0, "other": 0.0}
