@@ -126,7 +126,7 @@ def made_with(config: TrainerConfig, model_path: Path) -> dict[str, Any]:
 
 
 def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:
-    """Raises PreconditionFailed if a checkpoint was saved with other settings; earlier versions saved none."""
+    """Raises PreconditionFailed if a checkpoint was saved with other settings."""
     if different := [key for key in saved if saved[key] != now.get(key, saved[key])]:
         were, are = (", ".join(f"{key} {values[key]}" for key in different) for values in (saved, now))
         raise PreconditionFailed(

@@ -176,7 +176,13 @@ def _rows_of(values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 
 
 def check_groups(samples: pa.Table) -> None:
-    """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups."""
+    """Rejects a sample that is there twice, and a group with several prompts or a prompt with several groups.
+
+    Only a batch to train on has groups: rows of a Forward may be repeated, so that every rank has one.
+
+    Raises:
+        InvalidInput: The message names the column and the first such row.
+    """
     group, sample = samples["group"].to_numpy().astype(np.int64), samples["sample"].to_numpy()
     segment = pc.fill_null(samples["segment"], -1).to_numpy()
     _, firsts = np.unique(np.stack([group, sample, segment]), axis=1, return_index=True)

@@ -332,13 +332,12 @@ class RoleConfig(Strict):
             raise ValueError("num_ranks is only for deployment: own; set that, or leave num_ranks out")
 
     def settings(self, trainer: TrainerConfig) -> TrainerConfig:
-        names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")
+        names = ("strategy", "num_ranks", "max_tokens_per_microbatch", "fsdp")
         own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         # Converted weights are those of one model: the policy's, which a role without a model of its own has too.
-        converted = "" if self.model else trainer.megatron.dist_checkpointing_path
-        if not (self.megatron and self.megatron.dist_checkpointing_path):
-            megatron = self.megatron or trainer.megatron
-            own["megatron"] = megatron.model_copy(update={"dist_checkpointing_path": converted})
+        inherited = "" if self.model else trainer.megatron.dist_checkpointing_path
+        path = (self.megatron.dist_checkpointing_path if self.megatron else "") or inherited
+        own["megatron"] = (self.megatron or trainer.megatron).model_copy(update={"dist_checkpointing_path": path})
         # Adapters and a lag are the policy's only.
         return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **own})
 

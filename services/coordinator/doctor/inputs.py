@@ -51,6 +51,7 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
         may_download: Accepts a model in the Hub's cache without weights, which the run will download.
 
     Raises:
+        NotFound: The directory of a model is missing.
         InvalidInput: A file is missing or damaged.
     """
     for name, settings, directory in role_models(config):

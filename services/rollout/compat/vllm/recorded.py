@@ -7,11 +7,11 @@ chooses that runner). The hook reads the log-probabilities that the sampler retu
 not kept. Masks reach the scheduler with the tokens of their step, and the service with the sample's last output.
 
 Routed experts are those that the layers chose for each token but the last. vLLM 0.26 to 0.30 return them with
-`enable_return_routed_experts` and the V1 model runner. That is what runs on GPU. Later versions
-need Model Runner V2 for it, which runs on GPU only. On CPU the routers are hooked instead, as vLLM's own recorder does
-it. The hook writes experts by slot: the place of a token in the KV cache. A token in the prefix cache thus keeps the
-experts that it was computed with. The slots are in a file that the engine's first worker and its scheduler map into
-their memory, since the two may be different processes.
+`enable_return_routed_experts` and the V1 model runner. That is what runs on GPU. Later versions need Model Runner V2
+for it, which runs on GPU only. On CPU the routers are hooked instead, as vLLM's own recorder does it. The hook writes
+experts by slot: the place of a token in the KV cache. A token in the prefix cache thus keeps the experts that it was
+computed with. The slots are in a file that the engine's first worker and its scheduler map into their memory, since the
+two may be different processes.
 
 Seen with vLLM 0.32.0 on CPU and, both with the V1 model runner, 0.26.0 on a GPU.
 """
