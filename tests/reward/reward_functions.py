@@ -107,11 +107,14 @@ async def of_group(*, completion, **_):
 
 
 def by_completion(*, completion, extra, **_):
-    """Returns the number that the completion is, or creates a file in extra["hanging"] and hangs."""
+    """Returns the number that the completion is, or creates a file in extra["hanging"] and hangs.
+
+    It hangs until somebody writes into the pipe extra["until"], if there is one.
+    """
     if completion != "hang":
         return float(completion)
     (Path(extra["hanging"]) / str(os.getpid())).touch()
-    return hangs()
+    return float(Path(extra["until"]).read_text()) if "until" in extra else hangs()
 
 
 async def all_at_once(*, completion, extra, **_):

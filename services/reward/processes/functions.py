@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import functools
 import inspect
 import math
 import numbers
@@ -76,6 +77,7 @@ class FunctionPool(WorkerPool[Worker]):
         self._slots = asyncio.Semaphore(num_workers)
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._sending: set[asyncio.Task[Reply]] = set()
         self._alone, self._turn_alone = Worker(target), asyncio.Lock()
 
     async def open(self) -> None:
@@ -88,6 +90,7 @@ class FunctionPool(WorkerPool[Worker]):
     async def close(self) -> None:
         await super().close()
         await self._alone.kill()
+        await asyncio.gather(*self._sending, return_exceptions=True)
 
     async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
         """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
@@ -122,13 +125,26 @@ class FunctionPool(WorkerPool[Worker]):
     async def _send_to_idle(self, message: Mapping[str, object], limit_s: float) -> Reply:
         async with self._slots:
             worker = await self._idle.get()
+            sending = asyncio.create_task(self._send(worker, message, limit_s))
+            self._sending.add(sending)
+            sending.add_done_callback(functools.partial(self._take_back, worker))
             try:
-                return await self._send(worker, message, limit_s)
-            finally:
-                if worker.alive or self.closed:
-                    self._idle.put_nowait(worker)
-                else:  # if it does not restart, the next call on this worker tries again
-                    self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
+                return await asyncio.shield(sending)
+            except asyncio.CancelledError:
+                # A function that is not async could only be canceled with its process, and the next one would have to
+                # load its model again: the call goes on, within its time limit, and its score is not used.
+                if self._is_async:
+                    sending.cancel()
+                raise
+
+    def _take_back(self, worker: Worker, sending: asyncio.Task[Reply]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled():
+            sending.exception()  # whoever waits for the call raises it
+        if worker.alive or self.closed:
+            self._idle.put_nowait(worker)
+        else:  # if it does not restart, the next call on this worker tries again
+            self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
 
     async def _send(self, worker: Worker, message: Mapping[str, object], limit_s: float) -> Reply:
         if self.closed:

@@ -184,16 +184,40 @@ async def test_a_worker_killed_while_idle_costs_no_sample(open_run, make_item, g
     assert outcome.reward == 2.5
 
 
-async def test_a_cancelled_call_frees_its_worker(open_run, make_item, gone, hang, until_hanging):
+async def cancel(scoring):
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
+async def test_a_cancelled_call_ends_by_itself_and_leaves_its_worker_loaded(
+    open_run, make_item, tmp_path_factory, until_hanging, hang
+):
+    pipe = tmp_path_factory.mktemp("pipe") / "until"
+    os.mkfifo(pipe)
     async with open_run(scorer("by_completion"), num_workers=1) as run:
         pids = run._scorers[0]._pool.pids
-        scoring = asyncio.create_task(run.score([hang]))
+        scoring = asyncio.create_task(run.score([make_item("hang", extra=hang.extra | {"until": str(pipe)})]))
         await until_hanging(1)
-        scoring.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scoring
-        assert await gone(pids)
+        await cancel(scoring)
+        next_score = asyncio.create_task(run.score([make_item("2.5")]))
+        await asyncio.to_thread(pipe.write_text, "1")
+        (outcome,) = await next_score
+        assert run._scorers[0]._pool.pids == pids
+    assert outcome.reward == 2.5
+
+
+async def test_a_cancelled_call_that_does_not_end_frees_its_worker_at_its_limit(
+    open_run, make_item, gone, hurried, hang, until_hanging
+):
+    async with open_run(scorer("by_completion"), num_workers=1) as run:
+        pids = run._scorers[0]._pool.pids
+        with hurried(run._scorers[0]._pool, 5.0):
+            scoring = asyncio.create_task(run.score([hang]))
+            await until_hanging(1)
+        await cancel(scoring)
         (outcome,) = await run.score([make_item("2.5")])
+        assert await gone(pids)
     assert outcome.reward == 2.5
 
 
