@@ -56,9 +56,10 @@ def weight_decay(config: OptimConfig, update: int) -> float:
 def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
     """Returns an AdamW that decays matrices but not norms and biases: by weight_decay * group["wd_mult"] per group."""
     matrices, vectors = [], []
-    for _, parameter in named_parameters:
+    for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # those of experts are a row per expert
+            (matrices if is_matrix else vectors).append(parameter)
     groups: list[dict[str, object]] = [
         {"params": matrices, "weight_decay": config.weight_decay, "wd_mult": 1.0},
         {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0},

@@ -335,14 +335,15 @@ def test_gradient_that_is_not_finite_is_not_applied(harness: Harness, on_nonfini
     assert all(torch.equal(tensor, before[name]) for name, tensor in harness.parameters().items())
 
 
-def test_weight_decay_spares_norms(harness: Harness) -> None:
+def test_weight_decay_spares_norms_and_the_biases_of_experts(harness: Harness) -> None:
     harness.open("untied", {})
     named = dict(harness.backend._model.causal_lm.named_parameters())
+    named["experts.down_proj_bias"] = torch.nn.Parameter(torch.zeros(4, 8))
     groups = {
         group["weight_decay"]: group["params"] for group in make_adamw(config().optim, named.items()).param_groups
     }
     assert {name for name, p in named.items() if any(p is q for q in groups[0.0])} == {
-        name for name in named if "norm" in name
+        name for name in named if "norm" in name or "bias" in name
     }
     assert sum(map(len, groups.values())) == len(named)
 
