@@ -7,6 +7,7 @@ import threading
 
 from services.rollout.compat.vllm.patches import (
     copy_temperatures,
+    end_at_stop_strings,
     ignore_model_path,
     keep_sockets_together,
     tell_stages,
@@ -17,6 +18,7 @@ def install() -> None:
     """Installs what every engine process needs."""
     ignore_model_path()
     copy_temperatures()
+    end_at_stop_strings()
     tell_stages()
     keep_sockets_together()
     _exit_with_parent()

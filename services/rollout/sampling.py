@@ -140,7 +140,7 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
 
 def _logprobs(result: CompletionOutput) -> list[float]:
     assert isinstance(result.logprobs, FlatLogprobs), "flat_logprobs asks for them"
-    logprobs = result.logprobs.logprobs
+    logprobs = result.logprobs.logprobs[: len(result.token_ids)]  # vLLM 0.26 has those of tokens after a stop string
     if not math.isfinite(sum(logprobs)):
         raise InternalError(
             f"the engine returned {sum(not math.isfinite(one) for one in logprobs)} of {len(logprobs)} "

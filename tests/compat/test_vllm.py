@@ -30,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import SLEEP_TAGS
@@ -43,6 +44,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.compat.vllm import engine_fork, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
+from services.rollout.compat.vllm.patches import add_one_by_one
 from services.rollout.compat.vllm.scheduler import kind_of
 from services.rollout.compat.vllm.worker import rank_of
 from services.rollout.receiver import WeightReceiver
@@ -282,3 +284,29 @@ def test_experts_are_written_to_the_slots_of_their_tokens(monkeypatch: pytest.Mo
     mapping.clear()
     recorded._ExpertRecorder(slots).capture(1, torch.tensor([[1, 2]]))
     assert (slots != 9).sum() == 4
+
+
+def test_where_vllm_keeps_what_follows_a_stop_string_it_is_dropped():
+    class Keeps(BaseIncrementalDetokenizer):
+        """Does what vLLM 0.26 does."""
+
+        def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+            self.token_ids.extend(new_token_ids)
+            self.output_text += "".join(map(self.decode_next, new_token_ids))
+            return next((stop for stop in self.stop if stop in self.output_text), None)
+
+        def decode_next(self, next_token_id: int) -> str:
+            return chr(next_token_id)
+
+    def texts(stop: list[str]) -> tuple[str | None, str, list[int]]:
+        params = SamplingParams(stop=stop, include_stop_str_in_output=True)
+        detokenizer = Keeps(SimpleNamespace(request_id="1", sampling_params=params, prompt_token_ids=[]))
+        detokenizer.update(list(b"one "), False)
+        return detokenizer.update(list(b"</s>, two"), True), detokenizer.output_text, detokenizer.token_ids
+
+    assert texts(["</s>"]) == ("</s>", "one </s>, two", list(b"one </s>, two"))
+    add_one_by_one(Keeps)
+    add_one_by_one(Keeps)
+    assert texts(["</s>"]) == ("</s>", "one </s>", list(b"one </s>"))
+    assert texts(["</t>"]) == (None, "one </s>, two", list(b"one </s>, two"))
+    assert texts([]) == (None, "one </s>, two", list(b"one </s>, two"))

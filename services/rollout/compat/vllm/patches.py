@@ -12,6 +12,8 @@ import torch
 from packaging.specifiers import SpecifierSet
 from vllm.config import ModelConfig
 from vllm.platforms import current_platform
+from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -70,6 +72,34 @@ def expand(  # the arguments of vLLM's kernel
     values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     output.copy_(values.repeat_interleave(counts))
+
+
+def end_at_stop_strings() -> None:
+    """Makes vLLM drop the tokens of a message that follow the one which completes a stop string, in this process.
+
+    Reason: the engine sends several tokens at once (scheduler.py), and may have several drafts accepted in a step. vLLM
+    0.26 ends the text at the stop string, but keeps all tokens. Later versions drop them. The log-probabilities of a
+    dropped token stay; sampling.py leaves them out.
+    """
+    if not hasattr(OutputProcessor, "_trim_surplus_tokens"):
+        add_one_by_one(BaseIncrementalDetokenizer)
+
+
+def add_one_by_one(kind: type[BaseIncrementalDetokenizer]) -> None:
+    """Makes detokenizers add new tokens one by one, up to a stop string; a second call changes nothing."""
+    add = kind.update
+    if hasattr(add, "__wrapped__"):
+        return
+
+    @functools.wraps(add)
+    def update(self: BaseIncrementalDetokenizer, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        if not self.stop:
+            return add(self, new_token_ids, stop_terminated)
+        last = len(new_token_ids) - 1
+        ends = (add(self, [token], stop_terminated and i == last) for i, token in enumerate(new_token_ids))
+        return next(filter(None, ends), None)
+
+    kind.update = update
 
 
 # A Unix socket beside the model card, where an engine's process tells what it begins.
