@@ -87,9 +87,9 @@ def _repaired(path: Path, ledger: Ledger) -> dict[tuple[int, bool], str]:
         message = "%s: line %s was damaged and is taken from the ledger; the old file is metrics.damaged.jsonl"
         log.warning(message, path, ", ".join(map(str, damaged)))
     lines: dict[tuple[int, bool], str] = {}
-    for kind in (Kind.FINISHED, Kind.EVALUATED):
-        for metrics in ledger.all(kind):
-            place = metrics.pop("version"), kind is Kind.EVALUATED
+    for is_evaluation, rows in enumerate((ledger.all(Kind.FINISHED), ledger.evaluations())):
+        for metrics in rows:
+            place = metrics.pop("version"), bool(is_evaluation)
             line = written.get(place)
             # Compares text, as numbers may be NaN.
             if line and all(json.dumps(line.metrics.get(name)) == json.dumps(metrics[name]) for name in metrics):

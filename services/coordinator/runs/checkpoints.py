@@ -90,12 +90,11 @@ def _changes(before: Versions, now: Versions) -> Iterator[tuple[str, str, str]]:
 def comparable_evaluations(ledger: Ledger, last: int) -> list[Decision]:
     """Returns the evaluation of each version up to `last`, oldest first.
 
-    A run that went back to an older checkpoint may have evaluated a version twice: only the weights that the run has
-    now count. Only evaluations by the scorers and the environment of the newest one count: those by others cannot be
+    Only evaluations by the scorers and the environment of the newest one count: those by others cannot be
     compared with it.
     """
-    newest = {row["version"]: row for row in ledger.all(Kind.EVALUATED) if row["version"] <= last}
-    versions = [version for version in sorted(newest) if ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)]
+    newest = {row["version"]: row for row in ledger.evaluations() if row["version"] <= last}
+    versions = sorted(newest)
     return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
 
 

@@ -182,6 +182,16 @@ class Ledger:
         sql = "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2)"
         return next(iter(self._decisions(kind, f"{sql} ORDER BY seq DESC LIMIT 1", version)), None)
 
+    def opening_that_worked(self) -> Decision | None:
+        """Returns the newest opening that published weights, or finished a step, before another one; None if none did.
+
+        No service had used the config of a later one.
+        """
+        worked = "SELECT MAX(seq) FROM decisions WHERE kind IN (?2, ?3)"
+        sql = f"SELECT seq, version, body FROM decisions WHERE kind = ?1 AND seq < ({worked}) ORDER BY seq DESC LIMIT 1"
+        openings = self._decisions(Kind.OPENED, sql, Kind.PUBLISHED.value, Kind.FINISHED.value)
+        return next(iter(openings), None)
+
     def num_rows(self) -> int:
         return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions")[0][0]
 
@@ -215,6 +225,21 @@ class Ledger:
             "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
             Kind.DELETED.value,
         )
+
+    def evaluations(self) -> list[Decision]:
+        """Returns the evaluations, oldest first, each with its `version`, of what the run has trained up to now.
+
+        If it went back to an older checkpoint, those of later steps do not count any more.
+        """
+        finished = self.last_finished()
+        rows = self._decisions(
+            Kind.EVALUATED,
+            "SELECT seq, version, body FROM decisions AS evaluated WHERE kind = ? AND NOT EXISTS ("
+            "SELECT 1 FROM decisions AS finished WHERE kind = ? AND finished.seq > evaluated.seq "
+            "AND finished.version = evaluated.version) ORDER BY seq",
+            Kind.FINISHED.value,
+        )
+        return [row for row in rows if finished is None or row["version"] <= finished]
 
     def place(self, saved: Decision) -> str:
         """Returns where a checkpoint is: in this run's directory, also if that was moved or copied since the save."""

@@ -145,9 +145,8 @@ class RunRecord:
         self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=sha256_of(path))
 
     def evaluations(self) -> list[dict[str, float]]:
-        """Returns the metrics of all evaluations so far, oldest first, each with its `version`."""
-        rows = self.ledger.all(Kind.EVALUATED)
-        return [{"version": metrics["version"], **in_order(metrics)} for metrics in rows]
+        """Returns the metrics of the run's evaluations so far, oldest first, each with its `version`."""
+        return [{"version": metrics["version"], **in_order(metrics)} for metrics in self.ledger.evaluations()]
 
     @property
     def export_path(self) -> Path:

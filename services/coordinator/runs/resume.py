@@ -170,13 +170,12 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if not opened:
         _require_unused(config.run_dir)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
-    # Before the first publication, or step of a supervised run, no service had used the config.
-    if opened and (ledger.last(Kind.PUBLISHED) or ledger.last(Kind.FINISHED)):
-        _require_same(config, json.loads(opened["config"]), ledger)
+    if worked := ledger.opening_that_worked():
+        _require_same(config, json.loads(worked["config"]), ledger)
     resume, step = checkpoint, None
-    before = _same_resume(ledger, checkpoint) if checkpoint else None
+    before = _same_resume(ledger, checkpoint) if checkpoint else _begun_elsewhere(ledger)
     if before:
-        checkpoint = _newest_after(ledger, config, before)
+        resume, checkpoint = before["resume"], _newest_after(ledger, config, before)
     elif checkpoint:
         step = _require_checkpoint(checkpoint)
         _abandon_later(ledger, step)
@@ -206,6 +205,13 @@ def _same_resume(ledger: Ledger, resume: str) -> Decision | None:
         return None
     has_worked = any(ledger.is_newer(kind, Kind.OPENED) for kind in (Kind.PUBLISHED, Kind.FINISHED))
     return opened if opened["has_gone_on"] or has_worked else None
+
+
+def _begun_elsewhere(ledger: Ledger) -> Decision | None:
+    """Returns the last opening that worked if the run had gone on from a checkpoint of another run; else None."""
+    worked = ledger.opening_that_worked()
+    is_elsewhere = worked and worked["resume"] not in ("", *(row["path"] for row in ledger.all(Kind.SAVED)))
+    return worked if is_elsewhere else None
 
 
 def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:

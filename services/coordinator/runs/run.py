@@ -56,8 +56,8 @@ class Run(Generic[ConfigT]):
         self.record, self.clock = RunRecord(config.run_dir, start.ledger), StepClock()
         warmup_steps = config.critic.warmup_steps if config.critic else 0
         self.checkpoints = Checkpoints(config.run_dir, start.ledger, config.checkpoint, warmup_steps)
-        with writing(config.run_dir / "config.json"):
-            (config.run_dir / "config.json").write_text(config.model_dump_json(indent=1))
+        if not (config.run_dir / "config.json").exists():
+            self._write_config()
 
     @property
     def first_version(self) -> int:
@@ -85,11 +85,16 @@ class Run(Generic[ConfigT]):
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
         """Starts the loop after step `version`. Later steps in the record will be repeated."""
         self.record.ledger.record(Kind.BEGUN, version)
+        self._write_config()  # only now that all services have accepted it
         self.has_begun = True
         self._end_if_stalled(version)
         self.version = version
         self.reporters.add(reporters)
         self.clock.restart()
+
+    def _write_config(self) -> None:
+        with writing(self.config.run_dir / "config.json"):
+            (self.config.run_dir / "config.json").write_text(self.config.model_dump_json(indent=1))
 
     def describe_start(self, version: int, trainer_version: int) -> str:
         if trainer_version > version:

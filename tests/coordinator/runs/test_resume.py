@@ -3,11 +3,13 @@
 import hashlib
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.coordinator.observe.reporters import JsonLines
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, check_resume, open_run
 from tests.coordinator.fake_services import make_config
@@ -239,6 +241,7 @@ def test_a_change_of_rounding_is_named_in_a_warning(
     warnings = [message for message in caplog.messages if "differ by rounding" in message]
     assert len(warnings) == bool(names)
     assert not names or f" goes on with another {names}: " in warnings[0]
+    publish(tmp_path)
     begin(tmp_path, **sections)  # the next session has the same values
     assert len(caplog.messages) == len(warnings)
 
@@ -251,6 +254,9 @@ def test_a_limit_may_be_raised_and_not_lowered(tmp_path: Path):
     limited(370, 512, "fail")
     publish(tmp_path)
     limited(450, 600)
+    limited(370, 512)  # the raised limits were never used, for example because they let other rows in
+    limited(450, 600)
+    publish(tmp_path)
     with pytest.raises(PreconditionFailed, match=r"another data\.max_prompt_tokens, rollout\.max_model_len "):
         limited(449, 599)
 
@@ -326,17 +332,22 @@ def test_the_same_command_goes_on_after_it_went_back(tmp_path: Path):
     assert newer.is_dir()
 
 
-def test_a_run_begun_from_anothers_checkpoint_goes_on_from_its_own(tmp_path: Path):
+def test_a_run_begun_from_anothers_checkpoint_never_starts_from_the_model(tmp_path: Path):
     begin(tmp_path)
     given = save(tmp_path, 3).rename(tmp_path / "step-000003")
     other = {"runs_dir": tmp_path / "other", "resume": str(given)}
     open_run(make_config(**other)).ledger.close()
     path = tmp_path / "other"
     publish(path)
+    for resume in (str(given), "auto", "must"):
+        start = open_run(make_config(**other | {"resume": resume}))
+        start.ledger.close()
+        assert (start.checkpoint, start.required_step) == (str(given), None)
     own = save(path, 4)
-    start = open_run(make_config(**other))
-    start.ledger.close()
-    assert (start.checkpoint, start.required_step) == (str(own), None)
+    for resume in (str(given), "auto", "must"):
+        start = open_run(make_config(**other | {"resume": resume}))
+        start.ledger.close()
+        assert (start.checkpoint, start.required_step) == (str(own), None)
 
 
 def test_another_resume_in_between_lets_the_run_go_back_again(tmp_path: Path):
@@ -346,3 +357,23 @@ def test_another_resume_in_between_lets_the_run_go_back_again(tmp_path: Path):
         assert begin(tmp_path, str(older)).required_step == 3
         publish(tmp_path)
         assert begin(tmp_path, "auto").required_step is None
+
+
+def test_an_evaluation_of_a_branch_that_was_left_does_not_come_back(tmp_path: Path):
+    begin(tmp_path)
+    path = tmp_path / "run" / "metrics.jsonl"
+    with closing(Ledger(tmp_path / "run" / "ledger.sqlite")) as ledger:
+        for step in (1, 2):
+            ledger.record(Kind.FINISHED, step, **{"reward/mean": 0.1})
+            ledger.record(Kind.EVALUATED, step, **{"eval/test/reward": 0.1})
+        ledger.record(Kind.BEGUN, 1)
+        assert [row["version"] for row in ledger.evaluations()] == [1]
+        ledger.record(Kind.FINISHED, 2, **{"reward/mean": 0.2})  # and evaluates less often from here on
+        assert [row["version"] for row in ledger.evaluations()] == [1]
+        JsonLines(path, 2, ledger).close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 1, "eval/test/reward": 0.1},
+        {"step": 2, "reward/mean": 0.2},
+    ]

@@ -80,10 +80,10 @@ def read_metrics(path: Path, ledger: Ledger) -> tuple[list[Row], list[str]]:
         rows[line.place] = {"step": line.step, **numbers}
     notes = [f"Line {number} of {path.name} is damaged; the ledger has its numbers." for number in damaged]
     finished = ledger.last_finished() or 0
-    for kind in (Kind.FINISHED, Kind.EVALUATED):
-        for version, metrics in ((row.pop("version"), row) for row in ledger.all(kind)):
+    for is_evaluation, decisions in enumerate((ledger.all(Kind.FINISHED), ledger.evaluations())):
+        for version, metrics in ((row.pop("version"), row) for row in decisions):
             if version <= finished:
-                rows.setdefault((version, kind is Kind.EVALUATED), {"step": version, **metrics})
+                rows.setdefault((version, bool(is_evaluation)), {"step": version, **metrics})
     return [rows[place] for place in sorted(rows)], notes
 
 

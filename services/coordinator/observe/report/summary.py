@@ -92,7 +92,7 @@ def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
 
 def _held_out(ledger: LedgerReader) -> str:
     """Returns the first and last reward, or loss, of the first held-out set as text."""
-    evaluations = ledger.all(Kind.EVALUATED)
+    evaluations = ledger.evaluations()
     names = [name for name in (evaluations[0] if evaluations else {}) if name.endswith(("/reward", "/nll"))]
     if not names:
         return ""
