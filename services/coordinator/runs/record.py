@@ -153,10 +153,12 @@ class RunRecord:
         return (self.run_dir / "model").absolute()
 
     def is_exported(self, version: int) -> bool:
-        return self._exported_version() == version and self.export_path.exists()
+        """Returns whether `export_path` holds the policy of `version`, of the last time that this step was trained."""
+        is_old = self.ledger.is_newer(Kind.FINISHED, Kind.EXPORTED, version)
+        return self._exported_version() == version and not is_old and self.export_path.exists()
 
     def set_aside_export(self, version: int) -> bool:
-        """Returns whether `export_path` holds the policy of `version`. Renames an export of another version."""
+        """Returns `is_exported`. Renames an export of another version, or of one that was trained again since."""
         path = self.export_path
         if path.exists() and not self.is_exported(version):
             kept = path.with_name(f"{path.name}-{self._exported_version() or 'before'}-{uuid.uuid4().hex[:8]}")

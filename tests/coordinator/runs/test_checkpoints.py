@@ -150,9 +150,15 @@ async def test_an_export_of_another_version_is_kept_aside(open_again: Callable[[
     path.mkdir()
     run.record.record_export(run.version)
     assert run.record.set_aside_export(run.version)
+    run.record.ledger.record(Kind.BEGUN, 2)
+    run.record.ledger.record(Kind.FINISHED, 3)  # with other weights
+    assert not run.record.set_aside_export(run.version)
+    path.mkdir()
+    run.record.record_export(run.version)
+    assert run.record.set_aside_export(run.version)
     run.begin(6, [])
     assert not run.record.set_aside_export(run.version)
-    assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3"]
+    assert [old.name.rpartition("-")[0] for old in path.parent.glob("model-*")] == ["model-3", "model-3"]
 
 
 async def test_other_training_data_is_refused(open_again: Callable[[], Run]) -> None:
