@@ -222,8 +222,9 @@ class TrainerConfig(Strict):
     """Training on samples of earlier weights."""
     max_logprob_diff: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
-    trainer's log-probabilities over a batch is above this. It is about 0.01 with a bfloat16 engine and larger with
-    rollout.precision fp8; the default is far above both, and catches an engine that serves something else."""
+    trainer's log-probabilities is above this, over a batch, or over its first mini-batch if loss.old_logprobs is not
+    recompute. It is about 0.01 with a bfloat16 engine and larger with rollout.precision fp8; the default is far above
+    both, and catches an engine that serves something else."""
     collective_timeout_s: Seconds = 600.0
     """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
     loss: LossConfig = LossConfig()

@@ -15,7 +15,7 @@ from services.common.batches.batch import decode_sampling_masks
 from services.common.batches.blocks import begins_of_samples
 from services.common.config.operation import WarningsConfig
 from services.common.rewards import all_equal, is_constant
-from services.coordinator.rl.advantages.samples import kl_of, per_token, trained_mask
+from services.coordinator.rl.advantages.samples import kl_of, num_trained_samples, per_token, trained_mask
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
 
@@ -191,7 +191,7 @@ def _token_metrics(batch: pa.Table) -> dict[str, float]:
             kl_M = kl_of(batch, "k1", other)
             metrics |= {
                 f"{name}/token_mean": float(kl_M.mean()),
-                f"{name}/sample_mean": float(kl_M.sum() / len(begins_of_samples(batch))),
+                f"{name}/sample_mean": float(kl_M.sum() / max(num_trained_samples(batch), 1)),
             }
     if _has(batch, "values") and _has(batch, "returns"):
         values_M, returns_M = (per_token(batch, name, "metrics")[mask_N] for name in ("values", "returns"))

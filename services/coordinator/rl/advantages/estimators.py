@@ -1,5 +1,7 @@
 """Implements the kinds of advantage, and the whitening of advantages."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from services.common.config.advantage import AdvantageConfig
@@ -64,8 +66,8 @@ def per_turn(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Subtracts from each turn's discounted return the mean over the same turn of the group; a turn's tokens share it.
 
     Turn k of K (from 0) has the return sum over j >= k of gamma^(j - k) * r_j. r_j is the environment's reward for
-    turn j; the rest of the sample's reward, minus its KL penalties, is added to the last turn's. A sample without a
-    trained token counts as one turn. With one turn per sample this equals dr_grpo.
+    turn j; the rest of the sample's reward, minus its KL penalties, is added to the last turn's. With one turn per
+    sample this equals dr_grpo.
 
     Turns are compared at the same index (arXiv 2505.11821), among the samples that have it: what is left to earn
     differs from turn to turn, so that a mean over all turns would favor the first ones of samples that earn the same.
@@ -84,13 +86,23 @@ def per_turn(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     for k in range(len(rewards_K) - 2, -1, -1):
         if not is_last_K[k]:
             rewards_K[k] += config.gamma * rewards_K[k + 1]
-    untrained = np.flatnonzero(~samples.trained_S)
-    returns_K = np.append(rewards_K, samples.net_rewards_S[untrained])
     first_K = np.flatnonzero(np.diff(sample_K, prepend=-1))  # index among K of each trained sample's first turn
     index_K = np.arange(len(sample_K)) - np.repeat(first_K, np.diff(first_K, append=len(sample_K)))
-    index_K = np.append(index_K, np.zeros_like(untrained))
-    groups_K = samples.group_S[np.append(sample_K, untrained)]
+    untrained = [turn for sample in samples.untrained_turns for turn in _returns(samples, sample, config.gamma)]
+    samples_U, indices_U, returns_U = np.array(untrained).reshape(-1, 3).T
+    returns_K, index_K = np.append(rewards_K, returns_U), np.append(index_K, indices_U.astype(int))
+    groups_K = samples.group_S[np.append(sample_K, samples_U.astype(int))]
     return centered(returns_K, groups_K * (index_K.max(initial=0) + 1) + index_K)[np.cumsum(starts_M) - 1]
+
+
+def _returns(samples: Samples, sample: int, gamma: float) -> Iterator[tuple[int, int, float]]:
+    """Yields (sample, index, return) of each turn of a sample without a trained token, or once if it has no turn."""
+    rewards = [turn.reward for turn in samples.untrained_turns[sample]] or [0.0]
+    rewards[-1] += samples.net_rewards_S[sample] - sum(rewards)
+    later = 0.0
+    for index in range(len(rewards) - 1, -1, -1):
+        later = rewards[index] + gamma * later
+        yield sample, index, later
 
 
 def discounted_sums(numbers_M: np.ndarray, count_S: np.ndarray, discount: float) -> np.ndarray:

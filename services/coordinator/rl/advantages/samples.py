@@ -3,7 +3,7 @@
 A sample of an agent has several rows, R in all, whose trained tokens follow each other as those of one sample.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -38,6 +38,15 @@ def token_kl(logprobs: np.ndarray, ref_logprobs: np.ndarray, kind: str) -> np.nd
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the policy sampled at once: tokens from `begin` to `end` of all N, and the environment's reward."""
+
+    begin: int
+    end: int
+    reward: float
+
+
+@dataclass(frozen=True)
 class Samples:
     """The estimators' input, in the order of the batch. Tokens that loss_mask excludes are observations."""
 
@@ -49,6 +58,8 @@ class Samples:
     offsets_R: np.ndarray  # int32 [R + 1], index among all N of each row's first token
     begins_S: np.ndarray  # index among all N of each sample's first token
     penalty_M: np.ndarray  # KL penalty of each token, multiplied by the coefficient
+    penalty_S: np.ndarray  # of all tokens of a sample, also if none of them is trained
+    untrained_turns: Mapping[int, Sequence[Turn]]  # by sample, of those without a trained token
     values_M: np.ndarray | None  # critic's value of the state before each token; None if the kind needs no critic
     teacher_kl_M: np.ndarray | None  # log policy - log teacher of each token; None if the run has no teacher
     baseline_S: np.ndarray | None  # reward of the prompt's greedy completion; None if the kind needs none
@@ -75,10 +86,15 @@ class Samples:
         offsets_R = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
         mask_N, begins_S = trained_mask(batch), offsets_R[first_S]
         kind = f"advantage.kind {config.kind}"
-        # Estimators of a sample's advantage read nothing of a token: batches have 10^8 of them.
-        spans = zip(begins_S, np.append(begins_S[1:], len(mask_N)), strict=False)
-        count_S = np.array([np.count_nonzero(mask_N[begin:end]) for begin, end in spans], np.int64)
-        no_penalty_M = np.broadcast_to(0.0, count_S.sum())
+        count_S = _trained_counts(mask_N, begins_S)
+        untrained_turns = {s: list(_turns(batch, s, first_S, offsets_R)) for s in np.flatnonzero(count_S == 0).tolist()}
+        penalty_M, penalty_S = np.broadcast_to(0.0, count_S.sum()), np.zeros(len(count_S))
+        if config.needs_reference:
+            penalty_N = kl_coef * kl_of(batch, config.kl.kind, mask_N=np.ones(len(mask_N), bool))
+            penalty_M = penalty_N[mask_N]
+            penalty_S = np.bincount(np.repeat(np.arange(len(count_S)), count_S), penalty_M, minlength=len(count_S))
+            for sample, turns in untrained_turns.items():
+                penalty_S[sample] = sum(penalty_N[turn.begin : turn.end].sum() for turn in turns)
         return cls(
             rewards_S=batch["reward"].to_numpy()[first_S],
             group_S=group_S,
@@ -87,7 +103,9 @@ class Samples:
             mask_N=mask_N,
             offsets_R=offsets_R,
             begins_S=begins_S,
-            penalty_M=kl_coef * kl_of(batch, config.kl.kind) if config.needs_reference else no_penalty_M,
+            penalty_M=penalty_M,
+            penalty_S=penalty_S,
+            untrained_turns=untrained_turns,
             values_M=per_token(batch, "values", kind)[mask_N] if config.needs_values else None,
             teacher_kl_M=kl_of(batch, "k1", "teacher_logprobs") if config.needs_teacher else None,
             baseline_S=_required(batch, "baseline", kind).to_numpy()[first_S] if config.needs_baseline else None,
@@ -128,9 +146,7 @@ class Samples:
     @property
     def net_rewards_S(self) -> np.ndarray:
         """Returns each sample's reward minus the KL penalties of its tokens."""
-        if not self.penalty_M.any():
-            return self.rewards_S
-        return self.rewards_S - np.bincount(self.sample_M, self.penalty_M, minlength=len(self.rewards_S))
+        return self.rewards_S - self.penalty_S
 
     @property
     def trained_S(self) -> np.ndarray:
@@ -181,6 +197,34 @@ def trained_mask(batch: pa.Table) -> np.ndarray:
     return mask_N
 
 
+def _trained_counts(mask_N: np.ndarray, begins_S: np.ndarray) -> np.ndarray:
+    # Estimators of a sample's advantage read nothing of a token: batches have 10^8 of them.
+    spans = zip(begins_S, np.append(begins_S[1:], len(mask_N)), strict=False)
+    return np.array([np.count_nonzero(mask_N[begin:end]) for begin, end in spans], np.int64)
+
+
+def _turns(batch: pa.Table, sample: int, first_S: np.ndarray, offsets_R: np.ndarray) -> Iterator[Turn]:
+    """Yields the turns of a sample. Each is there once, though an agent may have sent it again with later calls."""
+    columns, seen = ["turn_begins", "turn_ends", "turn_rewards", "calls"], set[int]()
+    end = first_S[sample + 1] if sample + 1 < len(first_S) else len(offsets_R) - 1
+    for number, row in enumerate(batch.select(columns).slice(first_S[sample], end - first_S[sample]).to_pylist()):
+        offset, row_end = offsets_R[first_S[sample] + number : first_S[sample] + number + 2].tolist()
+        if row["turn_begins"] is None:
+            yield Turn(offset, row_end, 0.0)
+            continue
+        calls = [call["number"] for call in row["calls"] or ()] or range(len(row["turn_begins"]))
+        for call, begin, turn_end, reward in zip(calls, *(row[name] for name in columns[:3]), strict=True):
+            if call not in seen:
+                yield Turn(offset + begin, offset + turn_end, reward)
+            seen.add(call)
+
+
+def num_trained_samples(batch: pa.Table) -> int:
+    """Returns the number of samples that have a trained token."""
+    offsets_R = np.concatenate([[0], np.cumsum(pc.list_value_length(batch["tokens"]).to_numpy())])
+    return np.count_nonzero(_trained_counts(trained_mask(batch), offsets_R[begins_of_samples(batch)]))
+
+
 def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
     """Returns a column with one number per token, as float64 [N].
 
@@ -192,17 +236,18 @@ def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
     return pc.list_flatten(column).to_numpy().astype(np.float64)
 
 
-def kl_of(batch: pa.Table, kind: str, other: str = "ref_logprobs") -> np.ndarray:
+def kl_of(batch: pa.Table, kind: str, other: str = "ref_logprobs", *, mask_N: np.ndarray | None = None) -> np.ndarray:
     """Returns the estimate of the KL from policy to another model at each trained token of `batch`, float64 [M].
 
-    `other` is the column with that model's log-probabilities. There is no coefficient in the result.
+    `other` is the column with that model's log-probabilities. With `mask_N`, other tokens are chosen. There is no
+    coefficient in the result.
 
     Raises:
         InvalidInput: `other` or logprobs are missing or differ in length from tokens.
     """
     why = f"the KL to {'the teacher' if other == 'teacher_logprobs' else 'the reference'}"
     logprobs_N, other_N = per_token(batch, "logprobs", why), per_token(batch, other, why)
-    mask_N = trained_mask(batch)
+    mask_N = trained_mask(batch) if mask_N is None else mask_N
     return token_kl(logprobs_N[mask_N], other_N[mask_N], kind)
 
 
@@ -243,11 +288,11 @@ def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
 
 
 def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
-    """Returns what `coef_after` needs: the coefficient, the mean KL per sample in nats, and the number of samples.
+    """Returns what `coef_after` needs: the coefficient, the mean KL in nats per trained sample, and how many there are.
 
     Raises:
         InvalidInput: ref_logprobs are missing.
     """
-    num_samples = len(begins_of_samples(batch))
-    kl = kl_of(batch, config.kind).sum() / num_samples
+    num_samples = num_trained_samples(batch)
+    kl = kl_of(batch, config.kind).sum() / max(num_samples, 1)
     return {"kl_coef": coef, "kl_per_sample": float(kl), "num_samples": float(num_samples)}

@@ -72,6 +72,11 @@ def penalties(row: Row, config: AdvantageConfig) -> list[float]:
     return [config.kl.coef * estimate(d) if used else 0.0 for d, used in zip(x, mask(row), strict=True)]
 
 
+def net(row: Row, config: AdvantageConfig) -> float:
+    """Returns a sample's reward minus the penalties of its tokens: of all if none is trained."""
+    return row["reward"] - sum(penalties(row if any(mask(row)) else row | {"loss_mask": None}, config))
+
+
 def reference(rows: list[Row], config: AdvantageConfig) -> list[list[float]]:
     """Computes the advantages of all tokens directly by their definitions."""
     advantages = [_advantages(row, rows, config) for row in rows]
@@ -109,18 +114,18 @@ def _whitened(advantages: list[list[float]], rows: list[Row], config: AdvantageC
 
 def _advantages(row: Row, rows: list[Row], config: AdvantageConfig) -> list[float]:
     peers = [r for r in rows if r["group"] == row["group"]]
-    net = [r["reward"] - sum(penalties(r, config)) for r in peers]
-    own, num_tokens = row["reward"] - sum(penalties(row, config)), len(row["tokens"])
-    mean = statistics.fmean(net)
+    nets = [net(r, config) for r in peers]
+    own, num_tokens = net(row, config), len(row["tokens"])
+    mean = statistics.fmean(nets)
     if config.kind in ("dr_grpo", "reinforce_plus_plus_baseline"):
         return [own - mean] * num_tokens
     if config.kind == "grpo":
-        return [(own - mean) / (statistics.stdev(net) + config.eps if config.normalize_std else 1)] * num_tokens
+        return [(own - mean) / (statistics.stdev(nets) + config.eps if config.normalize_std else 1)] * num_tokens
     if config.kind == "rloo":
-        return [own - (sum(net) - own) / (len(net) - 1)] * num_tokens
+        return [own - (sum(nets) - own) / (len(nets) - 1)] * num_tokens
     if config.kind == "opo":
         lengths = [sum(mask(r)) for r in peers]
-        weighted = sum(n * x for n, x in zip(lengths, net, strict=True))
+        weighted = sum(n * x for n, x in zip(lengths, nets, strict=True))
         return [own - weighted / sum(lengths) if sum(lengths) else 0.0] * num_tokens
     if config.kind == "gpg":
         return [(own - mean) * _gpg_factor(rows, config)] * num_tokens
@@ -137,8 +142,8 @@ def _advantages(row: Row, rows: list[Row], config: AdvantageConfig) -> list[floa
 def _gpg_factor(rows: list[Row], config: AdvantageConfig) -> float:
     nets: dict[int, list[float]] = {}
     for r in rows:
-        nets.setdefault(r["group"], []).append(r["reward"] - sum(penalties(r, config)))
-    return len(rows) / max(1, sum(len(net) for net in nets.values() if min(net) < max(net)))
+        nets.setdefault(r["group"], []).append(net(r, config))
+    return len(rows) / max(1, sum(len(group) for group in nets.values() if min(group) < max(group)))
 
 
 def _turns(row: Row) -> list[int | None]:
@@ -152,8 +157,7 @@ def _turns(row: Row) -> list[int | None]:
 
 def _turn_returns(row: Row, config: AdvantageConfig) -> list[float]:
     num_turns = max(1, len(set(_turns(row)) - {None}))
-    net = row["reward"] - sum(penalties(row, config))
-    return [net * config.gamma ** (num_turns - 1 - turn) for turn in range(num_turns)]
+    return [net(row, config) * config.gamma ** (num_turns - 1 - turn) for turn in range(num_turns)]
 
 
 def _token_advantages(row: Row, config: AdvantageConfig) -> list[float]:

@@ -156,6 +156,14 @@ def test_turns_of_a_group_are_compared_with_one_another():
     assert computed(rows, kind="per_turn", gamma=0.5) == [[0.125, 0, 0], [-0.125, 0, 0]]
 
 
+def test_a_masked_episode_is_compared_turn_by_turn():
+    episode = {"turn_begins": [0, 2], "turn_ends": [1, 3], "turn_rewards": [0, 0.25], "environment": "e"}
+    rows = [row(1, 3, loss_mask=[YES, NO, YES], **episode), row(1, 3, loss_mask=[NO] * 3, **episode)]
+    assert computed(rows, kind="per_turn", gamma=0.5) == [[0, 0, 0], [0, 0, 0]]
+    rows[1]["reward"] = 0  # returns 0.5, 1 and 0, 0
+    assert computed(rows, kind="per_turn", gamma=0.5) == [[0.25, 0, 0.5], [0, 0, 0]]
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

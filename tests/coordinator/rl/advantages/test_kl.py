@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record, next_coef
-from tests.coordinator.rl.advantages.harness import KINDS, Row, batches, computed, flat, penalties, row, table
+from tests.coordinator.rl.advantages.harness import (
+    KINDS,
+    Row,
+    batches,
+    computed,
+    flat,
+    mask,
+    net,
+    penalties,
+    row,
+    table,
+)
 
 SUM_OVER_SAMPLES = [kind for kind in KINDS if AdvantageConfig(kind=kind).needs_group]
 ADAPTIVE = KlConfig(coef=0.2, target=6.0, horizon=10000)
@@ -39,15 +50,30 @@ def test_masked_tokens_are_not_penalised():
 
 
 @pytest.mark.parametrize("kind", SUM_OVER_SAMPLES)
+def test_a_sample_that_is_left_out_is_penalised_like_the_others(kind: str):
+    """Or finishing would be worth less than being cut off (overlong.mask_truncated)."""
+    apart = {"logprobs": [-1, -1, -1], "ref_logprobs": [-2, -2, -2]}
+    episode = {"turn_begins": [0, 2], "turn_ends": [1, 3], "turn_rewards": [0, 0], "environment": "e"}
+    cut_off = row(0, 3, logprobs=[-1, -1, -1], ref_logprobs=[-2, -9, -3], loss_mask=[False] * 3, **episode)
+    again = [{"number": 0, "parent": None, "sha256": ""}, {"number": 1, "parent": 0, "sha256": ""}]
+    agent = [row(0, 3, sample=3, segment=k, calls=again, **apart, **episode, loss_mask=[False] * 3) for k in (0, 1)]
+    agent[1] |= {"ref_logprobs": [-2, -2, -9], "calls": [again[0], again[0]]}  # both turns are there twice
+    agent[0]["ref_logprobs"] = [-2, -9, -3]
+    alone = [row(0, 3, **apart), row(0, 3, **apart) | {"loss_mask": [False] * 3}, cut_off]
+    rows = [*(one | {"sample": number} for number, one in enumerate(alone)), *agent]
+    assert computed(rows, kind=kind, kl={"coef": 0.1}) == [[0] * 3] * 5
+
+
+@pytest.mark.parametrize("kind", SUM_OVER_SAMPLES)
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(rows=batches, estimate=st.sampled_from(["k1", "k2", "k3", "abs"]))
 def test_compared_samples_lose_the_sum_of_their_penalties(kind: str, rows: list[Row], estimate: str):
     config = AdvantageConfig(kind=kind, kl={"coef": 0.5, "kind": estimate})
-    net = [row | {"reward": row["reward"] - sum(penalties(row, config))} for row in rows]
+    nets = [row | {"reward": net(row, config)} for row in rows]
     if kind == "gpg" and estimate == "k3":  # whether two rewards are equal would depend on the last bit of exp
         return
     advantages = compute_advantages(table(rows), config)["advantages"].to_pylist()
-    assert flat(advantages) == pytest.approx(flat(computed(net, kind=kind)), rel=1e-6, abs=1e-6)
+    assert flat(advantages) == pytest.approx(flat(computed(nets, kind=kind)), rel=1e-6, abs=1e-6)
 
 
 def test_coefficient_of_the_step_wins_over_the_configured_one():
@@ -88,10 +114,11 @@ def test_coefficient_follows_the_kl(coef: float, measured: float, num_samples: i
 def test_record_measures_what_is_penalised(rows: list[Row], kind: str):
     penalised = AdvantageConfig(kl={"coef": 1.0, "kind": kind})
     total = sum(sum(penalties(row, penalised)) for row in rows)
+    num_trained = sum(any(mask(row)) for row in rows)
     assert kl_record(table(rows), 0.3, penalised.kl) == {
         "kl_coef": 0.3,
-        "kl_per_sample": pytest.approx(total / len(rows), rel=1e-9, abs=1e-12),
-        "num_samples": len(rows),
+        "kl_per_sample": pytest.approx(total / max(num_trained, 1), rel=1e-9, abs=1e-12),
+        "num_samples": num_trained,
     }
 
 
