@@ -67,11 +67,10 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     from services.common.config.rollout import RolloutConfig
     from services.rollout.__main__ import _configure_vllm
     from services.rollout.arguments import engine_arguments
-    from services.rollout.compat.vllm.recorded import keep_in_one_frame, returning_experts
+    from services.rollout.compat.vllm.recorded import returning_experts
     from services.rollout.sampling import engine_sampling
 
     _configure_vllm()
-    keep_in_one_frame()
     shape, longest = _shape(model), 2 * options.tokens
     # Compiling would take minutes for the same experts.
     config = RolloutConfig(max_model_len=longest, dtype="bfloat16", engine={"enforce_eager": True})

@@ -20,6 +20,9 @@ def _configure_vllm() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # Arrays travel inside of messages, and not as frames of their own: vLLM 0.26 overwrites the memory of a message
+        # of several frames that ZeroMQ has not sent yet.
+        "VLLM_MSGPACK_ZERO_COPY_THRESHOLD": str(1 << 40),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # unless _prepare can fork
     }
     if torch.cuda.is_available():

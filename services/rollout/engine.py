@@ -44,7 +44,7 @@ from services.rollout.arguments import (
 from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.engine_fork import spawning_engines
 from services.rollout.compat.vllm.patches import STAGES_SOCKET
-from services.rollout.compat.vllm.recorded import keep_in_one_frame, refusal, returning_experts, returning_masks
+from services.rollout.compat.vllm.recorded import refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
 from services.rollout.receiver import Fit, WeightReceiver, adapter_request
@@ -140,8 +140,6 @@ class Engine:
             if config.sampling.is_truncated:
                 made = returning_masks(made, is_gpu=torch.cuda.is_available())
             returning = returning_experts(made, is_gpu=torch.cuda.is_available()) if needs.routed_experts else None
-            if returning:
-                keep_in_one_frame()
             arguments = AsyncEngineArgs(**(returning or made))
             is_split = arguments.data_parallel_size > 1 and torch.cuda.is_available()
             leave_out_states(arguments)

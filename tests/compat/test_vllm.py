@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import multiprocessing
+import os
 from array import array
 from dataclasses import fields
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from services.rollout.__main__ import _configure_vllm
 from services.rollout.compat.vllm import engine_fork, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.patches import add_one_by_one
@@ -253,6 +255,10 @@ def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:
 def test_vllms_own_routes_are_asked_for_with_an_argument_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "enable_return_routed_experts" in {field.name for field in fields(AsyncEngineArgs)}
     assert "VLLM_MSGPACK_ZERO_COPY_THRESHOLD" in vllm.envs.environment_variables
+    with monkeypatch.context() as patch:  # set before engines are forked, which see no later variable
+        patch.setattr(os, "environ", environ := dict[str, str]())
+        _configure_vllm()
+    assert environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] == str(1 << 40)
     monkeypatch.setattr(recorded, "require_version", lambda _: "0.26.0")
     assert recorded.returning_experts({}, is_gpu=True) == {"enable_return_routed_experts": True}
     assert recorded.returning_experts({"enforce_eager": True}, is_gpu=False) is None

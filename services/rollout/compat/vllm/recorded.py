@@ -17,7 +17,6 @@ Seen with vLLM 0.32.0 on CPU and, both with the V1 model runner, 0.26.0 on a GPU
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -87,14 +86,6 @@ def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgu
         return {**arguments, "enable_return_routed_experts": True} if version in _V1_RUNNER_ON_GPU else None
     can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
     return _marked(arguments, EXPERTS) if can_hook else None
-
-
-def keep_in_one_frame() -> None:
-    """Makes engines that start from here on send experts inside of their messages, and not as frames of their own.
-
-    Reason: vLLM 0.26 overwrites the memory of a message of several frames that ZeroMQ has not sent yet.
-    """
-    os.environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] = str(1 << 40)
 
 
 def _is_split(arguments: EngineArguments) -> bool:
