@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
@@ -71,6 +72,7 @@ class ReplicaSet:
         # No run waits for an engine that hangs again and again: those at `_given_up` used up config.restart.
         self._started, self._replacements, self._given_up = started, Restarts(config.restart), set[str]()
         self._config, self._transport = config, transport
+        self._publishing: list[Replica] = []
         self._reviving: dict[str, asyncio.Task[None]] = {}
         self._closing: dict[str, asyncio.Task[None]] = {}
         self._last_failure = "nothing was published yet"
@@ -138,10 +140,20 @@ class ReplicaSet:
             self._reviving[address] = asyncio.create_task(self._revive(replica, restart=False))
         self.drop_leavers()
 
+    @contextmanager
+    def publishing(self) -> Iterator[list[Replica]]:
+        """Yields the members of a publication. None of them is dropped inside of the block: its calls would end."""
+        self._publishing = self.members
+        try:
+            yield self._publishing
+        finally:
+            self._publishing = []
+            self.drop_leavers()
+
     def drop_leavers(self) -> None:
         """Drops replicas that leave: a dead one at once, others when they have no group left and another one serves."""
         stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
-        for replica in [replica for replica in self.replicas if replica.is_leaving]:
+        for replica in [one for one in self.replicas if one.is_leaving and one not in self._publishing]:
             is_dead = replica.state is ReplicaState.DEAD
             if is_dead or (stay and not replica.samples_in_flight):
                 self.replicas.remove(replica)
@@ -270,15 +282,16 @@ class ReplicaSet:
         log.warning("replica %s is not used: %s", replica.address, note.why)
         self.notes.put(replica.address, note)
         self.replicas.remove(replica)
-        self._closing[replica.address] = asyncio.create_task(replica.close())
+        # The run of a service with two names stays open.
+        closing = replica.close() if note.same_as else self._close_run_on(replica, None)
+        self._closing[replica.address] = asyncio.create_task(closing)
 
     async def _close_run_on(self, replica: Replica, reviving: asyncio.Task[None] | None) -> None:
         if reviving:
             reviving.cancel()
             await asyncio.gather(reviving, return_exceptions=True)
         try:
-            if replica.num_opens:
-                await replica.leave(self._run_id)
+            await replica.leave(self._run_id)  # also if it has not answered yet: its engine may be starting
         except LockstepError as error:  # its host may be gone
             log.info("run %s may still be open at %s: %s", self._run_id, replica.address, error.message)
         finally:

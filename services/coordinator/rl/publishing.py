@@ -188,14 +188,13 @@ class Publisher:
             self._rollout.check()
             if not await self._rollout.await_restart():
                 raise self._rollout.no_replica("no rollout replica is left to publish weights to")
-            living = self._rollout.members
             try:
-                await self._prepare(living)
-                if list(self._members) != [(replica, replica.num_opens) for replica in living]:
-                    await self._form_group(living)
-                stamp, received = await self._send(version)
+                with self._rollout.publishing() as living:
+                    await self._prepare(living)
+                    if list(self._members) != [(replica, replica.num_opens) for replica in living]:
+                        await self._form_group(living)
+                    stamp, received = await self._send(version)
                 self._attendance.took_part(living)
-                self._rollout.drop_leavers()
                 await self._run.record.ledger.free()
                 self._run.record.record_published(stamp, received, living[0].quantized_digest)
                 self._let_repeat(version)
@@ -290,6 +289,7 @@ class ColocatedPublisher(Publisher):
         self._prepared = 0.0  # when the weights could be sent
         self._needed_bytes = 0  # free bytes that a GPU needs so that its engine can wake; 0 if unknown
         self._weights_bytes = 0  # the part of it that all engines have taken for their weights
+        self._takes_all = False  # whether engines may have taken memory beyond that for their weights
         self._other_roles = [role_of(name) for name in run.config.models if name != "trainer"]
         gpus.on_switch({Side.TRAINER: self._to_trainer, Side.ENGINES: self._to_engines})
 
@@ -319,6 +319,7 @@ class ColocatedPublisher(Publisher):
                 raise
             memory = await gather(replica.sleep() for replica in self._living())
         _log("the engines sleep", begin, *memory)
+        self._takes_all = False
         needed = (
             worker.freed_bytes + int(_SPARE_SHARE * worker.device_total_bytes)
             for worker in chain(*memory)
@@ -327,6 +328,8 @@ class ColocatedPublisher(Publisher):
         self._needed_bytes = max([self._needed_bytes, *needed])
 
     async def _prepare(self, replicas: Sequence[Replica]) -> None:
+        if self._takes_all:  # the attempt before this one failed too late for the trainer's weights to fit beside
+            await self._sleep()
         begin = time.perf_counter()
         needed = self._needed_bytes
         await self._trainer.release_memory(MODEL_PART_OPTIMIZER, least_free_bytes=needed)
@@ -350,6 +353,7 @@ class ColocatedPublisher(Publisher):
             MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER, least_free_bytes=needed
         )
         _log("the trainer frees its memory", begin, memory)
+        self._takes_all = True
         begin = time.perf_counter()
         _log("the engines take the KV cache", begin, *await gather(r.wake(ENGINE_PART_KV_CACHE) for r in replicas))
         await super()._commit(replicas, stamp)

@@ -209,6 +209,16 @@ async def test_a_publication_that_breaks_is_repeated_in_a_new_epoch(parts: Parts
     assert [group.epoch for group in parts.trainer.groups] == [1, 2]
 
 
+async def test_engines_that_are_awake_sleep_before_another_attempt(parts: Parts) -> None:
+    """The trainer's weights do not fit beside an engine that has taken its KV cache."""
+    await parts.train()
+    parts.replica.error, parts.replica.failures_left = {"CommitWeights": Unavailable("lost connection")}, 1
+    parts.taken()
+    await parts.publisher.publish(1)
+    events = [event for event in parts.taken() if event in ("sleep", "wake weights", "wake kv_cache", "commit")]
+    assert events == ["wake weights", "wake kv_cache", "sleep", "wake weights", "wake kv_cache", "commit"]
+
+
 async def test_an_engine_that_dies_asleep_ends_the_run(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "backoff_s", lambda _: retry.MAX_RETRY_S)  # it is not called again until that has passed
     await parts.publisher.publish(1)

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2 import OpenRunResponse
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, WeightGroup, WeightPlan
 
@@ -128,6 +130,30 @@ async def test_one_that_dies_drops_out_and_the_rest_get_a_new_epoch(parts: Parts
     assert parts.states == [SERVING, SERVING]
     assert parts.run.epochs == [2, 1, 2]
     assert [stamp.version for stamp in mortal.committed] == [6]
+
+
+async def test_one_that_leaves_in_a_publication_is_dropped_after_it(parts: Parts):
+    """Dropping it at once would end its calls, and the run with them."""
+    survivor, leaver = parts.fakes
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def commit(request: pb.CommitWeightsRequest, context: Any) -> pb.CommitWeightsResponse:
+        asked.set()
+        await goes_on.wait()
+        return pb.CommitWeightsResponse()
+
+    leaver.CommitWeights = commit
+    await leaver.die()
+    await leaver.start()  # the handlers are bound when the server starts
+    publishing = asyncio.create_task(parts.publisher.publish(5))
+    await asyncio.wait_for(asked.wait(), PATIENCE_S)
+    await parts.until(SERVING, STALE)
+    parts.rollout.set_replicas([survivor.address])
+    assert parts.states == [SERVING, STALE]
+    goes_on.set()
+    await asyncio.wait_for(publishing, PATIENCE_S)
+    assert (parts.states, parts.run.published) == ([SERVING], [5])
+    await until(lambda: leaver.closed == ["run"])
 
 
 async def test_one_that_came_back_between_two_publications_is_a_new_member(parts: Parts):
