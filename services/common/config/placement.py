@@ -20,8 +20,6 @@ BUCKET_BYTES: Mapping[Placement, int] = {"disaggregated": 512 << 20, "colocated"
 """Default of weights.bucket_bytes. On a shared GPU the two processes take turns, bucket by bucket, and each turn costs
 more than packing and loading can gain by overlap."""
 
-# Each multiplies the workers of one engine; tensor_parallel_size has a key of its own.
-_PARALLEL = ("pipeline_parallel_size", "data_parallel_size")
 # What turns on CUDA graphs in Megatron.
 _GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 
@@ -55,11 +53,10 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
             f"trainer.megatron.transformer_config_kwargs.{on[0]}: a CUDA graph reads weights where they were when it "
             "was captured, and with placement colocated they are elsewhere after every release; leave it out"
         )
-    sizes = [("rollout.num_replicas", rollout.num_replicas), ("tensor_parallel_size", rollout.tensor_parallel_size)]
-    sizes += [(f"engine.{key}", rollout.engine[key]) for key in _PARALLEL if isinstance(rollout.engine.get(key), int)]
-    num_workers = math.prod(size for _, size in sizes)
+    sizes = {"rollout.num_replicas": rollout.num_replicas, **rollout.parallel_sizes}
+    num_workers = math.prod(sizes.values())
     if num_workers != trainer.num_ranks:
-        product = " x ".join(f"{key} {size}" for key, size in sizes)
+        product = " x ".join(f"{key} {size}" for key, size in sizes.items())
         raise ValueError(
             f"placement colocated needs one engine worker for each trainer rank, but trainer.num_ranks is "
             f"{trainer.num_ranks} and there are {num_workers} workers ({product}); make them equal"

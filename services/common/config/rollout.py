@@ -246,8 +246,19 @@ class RolloutConfig(Strict):
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
     engine: Table = Field(default={})
-    """Additional vLLM engine arguments, passed through unchanged. Refused are speculative_config, quantization,
-    quantization_config and kv_cache_dtype: set speculation, precision and kv_cache_dtype of this section."""
+    """Additional vLLM engine arguments, passed through unchanged. Refused are tensor_parallel_size, speculative_config,
+    quantization, quantization_config and kv_cache_dtype: set tensor_parallel_size, speculation, precision and
+    kv_cache_dtype of this section. So are logprobs_mode and logits_processors, which change what log-probabilities
+    mean."""
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """Sizes whose product is the number of a replica's workers, each on a GPU of its own, by key."""
+        sizes = {"tensor_parallel_size": self.tensor_parallel_size}
+        for key in ("pipeline_parallel_size", "data_parallel_size"):
+            if isinstance(size := self.engine.get(key), int):
+                sizes[f"engine.{key}"] = size
+        return sizes
 
     @property
     def quantized_key(self) -> str:
@@ -286,6 +297,13 @@ class RolloutConfig(Strict):
             raise ValueError(
                 f"{key} is refused: replicas whose weights were quantized differently must not be served, and the loss "
                 f"must correct for what the engine computes; set rollout.{own[key]} instead"
+            )
+        if "tensor_parallel_size" in engine:
+            raise ValueError("tensor_parallel_size is refused: set rollout.tensor_parallel_size instead")
+        if key := next((key for key in ("logprobs_mode", "logits_processors") if key in engine), None):
+            raise ValueError(
+                f"{key} is refused: the trainer's log-probabilities would be those of another distribution than the "
+                "engine's; leave it out"
             )
         if engine.get("speculative_config"):
             raise ValueError(

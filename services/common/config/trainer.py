@@ -93,6 +93,8 @@ class OptimConfig(Strict):
     def check_rules(self) -> None:
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule} needs decay_steps, the updates until the final learning rate")
+        if "schedule" not in self.model_fields_set and (self.decay_steps or self.min_lr_ratio):
+            raise ValueError("decay_steps and min_lr_ratio need schedule: by default, the learning rate stays as it is")
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(f"decay_steps {self.decay_steps} must be above warmup_steps {self.warmup_steps}")
         if (self.schedule == "wsd") != (self.wsd_decay_steps is not None):
@@ -162,6 +164,9 @@ class LoraConfig(Strict):
         return self.rank if self.publish == "adapter" else 0
 
     def check_rules(self) -> None:
+        is_given = "rank" in self.model_fields_set or self.publish == "adapter"
+        if not is_given and self.model_dump(exclude_defaults=True):
+            raise ValueError("lora needs rank: by default it is 0, which trains the whole model without adapters")
         if self.publish == "adapter" and not 0 < self.rank <= MAX_PUBLISHED_RANK:
             raise ValueError(
                 f"lora.publish adapter needs lora.rank from 1 to {MAX_PUBLISHED_RANK} (the largest that vLLM serves), "

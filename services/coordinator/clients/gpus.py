@@ -1,6 +1,7 @@
 """The GPUs of this host: which there are, which of them each service gets, and who holds those that are shared."""
 
 import asyncio
+import math
 import os
 import shutil
 import subprocess
@@ -133,17 +134,18 @@ def split_gpus(
     """
     if not available:
         return {}
-    wanted = dict(ranks)
+    wanted, of_replica = dict(ranks), "tensor_parallel_size"
     if start_rollout and isinstance(config, Config):
         if config.placement == "colocated":
             return _shared_gpus(config, available)
-        replica = config.rollout.tensor_parallel_size
+        sizes = config.rollout.parallel_sizes
+        replica, of_replica = math.prod(sizes.values()), " x ".join(sizes)
         wanted |= {f"rollout-{index}": replica for index in range(config.rollout.num_replicas)}
     total = sum(wanted.values())
     if total > len(available):
         raise InvalidInput(
             f"this host has {len(available)} usable GPUs, but the trainers' num_ranks and rollout.num_replicas x "
-            f"tensor_parallel_size need {total}; lower them, or give the addresses of services on other hosts",
+            f"{of_replica} need {total}; lower them, or give the addresses of services on other hosts",
             field="trainer.num_ranks",
         )
     devices = iter(available)

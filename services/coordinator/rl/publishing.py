@@ -161,6 +161,16 @@ def require_same_quantized(replicas: Sequence[Replica]) -> None:
         )
 
 
+def require_same_experts(replicas: Sequence[Replica]) -> None:
+    """Raises PreconditionFailed if some replicas return routed experts and others do not."""
+    without = [replica.address for replica in replicas if not replica.returns_routed_experts]
+    if 0 < len(without) < len(replicas):
+        raise PreconditionFailed(
+            f"replica {' and '.join(without)} returns no routed experts, but others do: only a part of each batch "
+            "would be trained with them; use the same vLLM for all replicas, or set trainer.moe.router_replay to off"
+        )
+
+
 class Publisher:
     """Forms the weight group, broadcasts the weights, verifies and commits them, and records the publication."""
 
@@ -236,6 +246,7 @@ class Publisher:
         return len(hung)
 
     async def _form_group(self, replicas: Sequence[Replica]) -> None:
+        require_same_experts(replicas)
         opened = self._trainer.opened
         await self._run.record.ledger.free()
         self._epoch = self._run.record.next_epoch(len(replicas))

@@ -64,7 +64,7 @@ _MAY_CHANGE |= {"data.overlong", "data.bad_rows"}
 _MAY_GROW = {"data.max_prompt_tokens", "data.max_tokens", "rollout.max_model_len"}
 # Those of them that change the order of additions, in the trainer or in the engine, and with it the last bits.
 _ROUNDING = {"placement", "weights.bucket_bytes", "trainer.streaming", "rollout.tensor_parallel_size"}
-_ROUNDING |= {"rollout.max_samples", "rollout.engine"}
+_ROUNDING |= {"rollout.max_samples", "rollout.num_replicas", "rollout.engine", *_MAY_GROW}
 for _role in ("trainer", "reference", "critic", "teacher"):
     _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
 

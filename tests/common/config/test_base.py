@@ -15,7 +15,7 @@ from services.common.config.load import load, parse_json
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
-from tests.common.config.smallest import refused
+from tests.common.config.smallest import SMALLEST, refused, write
 from tests.support import raises
 
 
@@ -138,3 +138,13 @@ def test_paths_may_begin_at_home(file: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert parse_json(Config, config.model_dump_json()) == config
     unchanged = load(Config, [file, "model=a/b~c", "data.train=[hf://datasets/a/b, x~]"])
     assert (unchanged.model, unchanged.data.train) == ("a/b~c", (Path("hf://datasets/a/b"), Path("x~")))
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> None:
+    path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{router_replay: {word}}}}}}}")
+    assert load(Config, [path]).trainer.moe.router_replay == word
+
+
+def test_a_renamed_key_names_the_new_one(file: str):
+    assert "it is called trainer.moe.router_replay now" in refused(file, "trainer.moe.replay_routes=on")

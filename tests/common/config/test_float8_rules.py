@@ -57,6 +57,16 @@ RULES = {
         )
         for key, instead in (("quantization", "precision"), ("kv_cache_dtype", "kv_cache_dtype"))
     },
+    "log-probabilities are those of what is sampled from": (
+        ["rollout.engine={logprobs_mode: raw_logprobs}"],
+        ["logprobs_mode is refused"],
+        ["rollout.engine={seed: 1}"],
+    ),
+    "the size of an engine has one key": (
+        ["rollout.engine={tensor_parallel_size: 2}"],
+        ["set rollout.tensor_parallel_size instead"],
+        ["rollout.tensor_parallel_size=2"],
+    ),
     "float8 has bfloat16 beside it": (
         [*FLOAT8, "trainer.compute_dtype=float32"],
         ["megatron.fp8 tensorwise with compute_dtype float32", "set compute_dtype auto"],

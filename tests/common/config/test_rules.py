@@ -1,13 +1,10 @@
 """Rules between fields: every error names the keys, and the nearest configs that keep the rule are accepted."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from services.common.config.load import load
 from services.common.config.run import Config
-from tests.common.config.smallest import SMALLEST, refused, write
+from tests.common.config.smallest import SMALLEST, refused
 
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 KL_ON_OWN_RANKS = ["trainer.loss.kl_coef=0.1", "reference.deployment=own"]
@@ -20,6 +17,16 @@ CROSS_FIELD = {
         ["placement=colocated", "trainer.num_ranks=2", "rollout.tensor_parallel_size=4"],
         ["trainer.num_ranks is 2 and there are 4 workers (rollout.num_replicas 1 x tensor_parallel_size 4)"],
         ["placement=colocated", "trainer.num_ranks=4", "rollout.tensor_parallel_size=2", "rollout.num_replicas=2"],
+    ),
+    "a learning rate decays by a schedule": (
+        ["trainer.optim.min_lr_ratio=0.1", "trainer.optim.decay_steps=10"],
+        ["trainer.optim: decay_steps and min_lr_ratio need schedule"],
+        ["trainer.optim.min_lr_ratio=0.1", "trainer.optim.decay_steps=10", "trainer.optim.schedule=constant"],
+    ),
+    "adapters have a rank": (
+        ["trainer.lora.alpha=32"],
+        ["trainer.lora", "lora needs rank"],
+        ["trainer.lora.alpha=32", "trainer.lora.rank=0"],
     ),
     "colocated ranks and workers are pairs, data parallel engines": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={data_parallel_size: 2}"],
@@ -308,9 +315,9 @@ CROSS_FIELD = {
         ["trainer.lora.rank=4", "trainer.lora.dropout=0.1", "trainer.strategy=megatron"],
     ),
     "decay ends after the warm-up": (
-        ["trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
+        ["trainer.optim.schedule=linear", "trainer.optim.decay_steps=10", "trainer.optim.warmup_steps=10"],
         ["decay_steps 10", "warmup_steps 10"],
-        ["trainer.optim.decay_steps=11", "trainer.optim.warmup_steps=10"],
+        ["trainer.optim.schedule=linear", "trainer.optim.decay_steps=11", "trainer.optim.warmup_steps=10"],
     ),
 }
 
@@ -372,16 +379,6 @@ def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
         {"trainer": {"strategy": "megatron", "megatron": {"moe": {"load_balancing_type": "sinkhorn"}}}},
     ):
         assert not Config.model_validate(SMALLEST | without).wants_routed_experts
-
-
-@pytest.mark.parametrize("word", ["on", "off"])
-def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> None:
-    path = write(tmp_path, "c.yaml", json.dumps(SMALLEST)[:-1] + f", trainer: {{moe: {{router_replay: {word}}}}}}}")
-    assert load(Config, [path]).trainer.moe.router_replay == word
-
-
-def test_a_renamed_key_names_the_new_one(file: str):
-    assert "it is called trainer.moe.router_replay now" in refused(file, "trainer.moe.replay_routes=on")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,13 @@ def test_split() -> None:
     assert split_gpus({"trainer": 2}, config, available=["4", "5", "6", "7"], start_rollout=True) == expected
     assert split_gpus({"trainer": 2}, config, available=["4", "5"], start_rollout=False) == {"trainer": "4,5"}
     assert split_gpus({"trainer": 2}, config, available=[], start_rollout=True) == {}
+    config = make_config(rollout={"engine": {"data_parallel_size": 2, "pipeline_parallel_size": 2}})
+    expected = {"trainer": "0", "rollout-0": "1,2,3,4"}
+    assert split_gpus({"trainer": 1}, config, available=list("01234"), start_rollout=True) == expected
+    with pytest.raises(
+        InvalidInput, match=r"num_replicas x tensor_parallel_size x engine\.pipeline_parallel_size x .* need 5"
+    ):
+        split_gpus({"trainer": 1}, config, available=list("0123"), start_rollout=True)
     with raises(InvalidInput, field="trainer.num_ranks"):
         split_gpus({"trainer": 2}, config, available=["0", "1", "2"], start_rollout=True)
 

@@ -319,6 +319,13 @@ async def test_one_that_does_not_quantize_is_another_replica(parts: Parts):
     assert [fake.committed for fake in parts.fakes] == [[], []]
 
 
+async def test_replicas_of_which_only_one_returns_experts_are_refused(parts: Parts):
+    parts.rollout.replicas[0].returns_routed_experts = True
+    with pytest.raises(PreconditionFailed, match=f"replica {parts.fakes[1].address} returns no routed experts"):
+        await parts.publisher.publish(0)
+    assert not parts.run.epochs
+
+
 @pytest.mark.parametrize("who", ["replica", "trainer"])
 async def test_another_plan_is_refused_before_anything_is_sent(parts: Parts, who: str):
     (parts.trainer if who == "trainer" else parts.fakes[0]).plan_digest = "other"

@@ -10,7 +10,7 @@ from packaging.version import Version
 from services.rollout.compat.vllm import client
 from services.rollout.compat.vllm.recorded import returning_masks
 
-MASKS = returning_masks({"logprobs_mode": "processed_logprobs"}, is_gpu=False)
+MASKS = returning_masks({}, is_gpu=False)
 HEAD = {"speculative_config": {"method": "eagle3"}}
 VARIABLE, METHOD = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"
 

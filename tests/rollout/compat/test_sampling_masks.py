@@ -108,7 +108,6 @@ def test_sets_of_other_tokens_are_refused(tokens: list[int], message: str) -> No
         ("0.31.0", True, {}, None),
         ("0.26.0", False, {}, None),
         ("0.32.0", False, {"pipeline_parallel_size": 2}, None),
-        ("0.32.0", False, {"logprobs_mode": "raw_logprobs"}, None),
     ],
 )
 def test_an_engine_that_cannot_is_refused(
@@ -116,7 +115,7 @@ def test_an_engine_that_cannot_is_refused(
 ) -> None:
     """Tests who returns sampling masks: `answer` is True if vLLM does, False if our hook does, None if nobody does."""
     monkeypatch.setattr(recorded, "require_version", lambda _: Version(version))
-    engine_arguments = {"logprobs_mode": "processed_logprobs", "additional_config": {"x": 1}} | arguments
+    engine_arguments = {"additional_config": {"x": 1}} | arguments
     if answer is None:
         with raises(InvalidInput, field="rollout.sampling.top_k"):
             recorded.returning_masks(engine_arguments, is_gpu=is_gpu)

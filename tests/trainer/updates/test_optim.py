@@ -28,7 +28,7 @@ SCHEDULES = {
 WARMUPS = {
     "no-warmup": {},
     "warmup": {"warmup_steps": 37},
-    "warmup-from": {"warmup_steps": 37, "warmup_init_ratio": 0.2, "min_lr_ratio": 0.1},
+    "warmup-from": {"schedule": "constant", "warmup_steps": 37, "warmup_init_ratio": 0.2, "min_lr_ratio": 0.1},
     "warmup-of-one": {"warmup_steps": 1, "min_lr_ratio": 1.0},
 }
 

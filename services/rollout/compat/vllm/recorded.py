@@ -62,8 +62,6 @@ def returning_masks(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgume
     if _is_split(arguments) or not (is_native or version in (_V1_RUNNER_ON_GPU if is_gpu else _SEEN)):
         why = "with pipeline_parallel_size or data_parallel_size above 1" if _is_split(arguments) else "on this device"
         raise refusal(f"vLLM {version} cannot return {why} which tokens it has kept")
-    if arguments["logprobs_mode"] != "processed_logprobs":
-        raise refusal(f"rollout.engine.logprobs_mode {arguments['logprobs_mode']} does not tell what vLLM has kept")
     marked = _marked(arguments, MASKS)
     return marked | {"return_sampling_mask": True} if is_native else marked
 

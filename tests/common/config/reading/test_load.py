@@ -367,9 +367,10 @@ def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, 
 def test_an_error_of_a_table_names_the_source_of_the_keys_that_it_is_about(tmp_path: Path) -> None:
     in_file = _nested("trainer.num_ranks", 1)["trainer"] | {"optim": {"lr": 1e-5}}
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
-    assert refused(path, "trainer.lora.dropout=0.1").endswith("(from command line)")
-    assert "lora.dropout" in refused(path, "trainer.lora.dropout=0.1")
-    in_file["lora"] = {"dropout": 0.1}
+    lora = ["trainer.lora.dropout=0.1", "trainer.lora.rank=2"]
+    assert refused(path, *lora).endswith("(from command line)")
+    assert "lora.dropout" in refused(path, *lora)
+    in_file["lora"] = {"dropout": 0.1, "rank": 2}
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))
     assert refused(path, "trainer.optim.lr=1").endswith(f"(from {path})")
     assert refused(path, "trainer.strategy=fsdp").endswith(f"(from {path} and command line)")
