@@ -18,7 +18,7 @@ Tables = dict[str, list[tuple[float, float]]]
 
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 SCHEDULES = {
-    "constant": {},
+    "constant": {"schedule": "constant"},
     **{name: {"schedule": name, "decay_steps": 300} for name in ("linear", "cosine", "inverse_square_root")},
     **{
         f"wsd-{style}": {"schedule": "wsd", "decay_steps": 300, "wsd_decay_steps": 120, "wsd_decay_style": style}
@@ -28,7 +28,7 @@ SCHEDULES = {
 WARMUPS = {
     "no-warmup": {},
     "warmup": {"warmup_steps": 37},
-    "warmup-from": {"schedule": "constant", "warmup_steps": 37, "warmup_init_ratio": 0.2, "min_lr_ratio": 0.1},
+    "warmup-from": {"warmup_steps": 37, "warmup_init_ratio": 0.2, "min_lr_ratio": 0.1},
     "warmup-of-one": {"warmup_steps": 1, "min_lr_ratio": 1.0},
 }
 
