@@ -12,10 +12,16 @@ NOT_A_FUNCTION = 3
 
 
 def soft_clip(tokens: Tokens, config: LossConfig, *, temperature: float = 1.0):
-    """Returns the loss of REINFORCE with a weight that falls off smoothly as the policy moves away, and that weight."""
+    """Returns the loss of REINFORCE with a weight that falls off smoothly as the policy moves away, and that weight.
+
+    Where all tokens of a micro-batch have large advantages, it returns no share of others.
+    """
     ratio_N = tokens.log_ratio_N.exp()
     weight_N = torch.exp(-temperature * tokens.log_ratio_N.detach().abs())
-    return -tokens.advantages_N * ratio_N * weight_N, {"weight_mean": weight_N}
+    metrics = {"weight_mean": weight_N}
+    if (small_N := tokens.advantages_N.abs() < 1).any():
+        metrics = {"small_share": small_N.float(), **metrics}
+    return -tokens.advantages_N * ratio_N * weight_N, metrics
 
 
 def spoiled(tokens: Tokens, config: LossConfig):

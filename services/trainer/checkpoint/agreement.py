@@ -1,7 +1,7 @@
 """Tells every rank what the others have: any JSON value, or the error of one of them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,17 @@ def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | 
     padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(padded, torch.cat([own, own.new_zeros(longest - own.numel())]), group=group)
     return [json.loads(bytes(text[: int(size)].cpu().numpy())) for text, size in zip(padded, sizes, strict=True)]
+
+
+def names_on_all_ranks(
+    metrics: Sequence[Mapping[str, torch.Tensor]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[str]:
+    """Returns the names of the metrics of any micro-batch on any rank, in the same order on all ranks.
+
+    A user's loss may return other metrics for each micro-batch. One that is not there counts as 0.
+    """
+    own = sorted({name for one in metrics for name in one})
+    return sorted({name for names in gather_json(own, device, group) for name in names})
 
 
 @contextmanager

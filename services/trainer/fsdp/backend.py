@@ -24,6 +24,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
+from services.trainer.checkpoint.agreement import names_on_all_ranks
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard
@@ -131,7 +132,7 @@ class FsdpBackend(Backend):
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
-        totals: dict[str, torch.Tensor] = {}
+        collected: list[dict[str, torch.Tensor]] = []
         with self._replay.passes() if self._replay else nullcontext():
             for index, microbatch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
@@ -141,7 +142,10 @@ class FsdpBackend(Backend):
                 # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
                 (value * self._mesh.size()).backward()
                 outputs.append(outputs_KN[:2].detach().clone())
-                totals = {name: totals.get(name, 0.0) + metric for name, metric in metrics.items()}
+                collected.append(metrics)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        names = names_on_all_ranks(collected, self.device)
+        totals = {name: sum((one[name] for one in collected if name in one), zero) for name in names}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def complete_blocks(self, factor: float) -> None:

@@ -16,7 +16,7 @@ from services.common.errors import InvalidInput
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
-from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
+from services.trainer.checkpoint.agreement import gather_json, names_on_all_ranks, same_on_all_ranks
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
@@ -284,8 +284,10 @@ class MegatronBackend(Backend):
         parallelism = self._model.parallelism
         sums: dict[str, float] = {}
         if parallelism.is_last_stage:
-            totals = torch.stack([torch.stack([one[name] for one in metrics]).sum() for name in metrics[0]])
-            sums = dict(zip(metrics[0], self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
+            names = names_on_all_ranks(metrics, self.device, parallelism.dp_group)
+            zero = metrics[0]["loss"].new_zeros(())
+            totals = torch.stack([torch.stack([one.get(name, zero) for one in metrics]).sum() for name in names])
+            sums = dict(zip(names, self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
         if self._model.config.pipeline_model_parallel_size > 1:
             sums = gather_json(sums, self.device, parallelism.pp_group)[-1]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}

@@ -197,7 +197,7 @@ class Ranks:
             while missing := [rank for rank in range(self.num_ranks) if rank not in answers]:
                 received = await self._received(grace_s if errors else None)
                 if received is None:
-                    raise self._fail(f"{name}: ranks {missing} did not answer")
+                    raise self._fail(f"{name}: ranks {missing} did not answer after: {errors[0]['message']}")
                 sender, answers_to, *parts = received
                 if answers_to != call_id or int(sender) not in missing:
                     log.warning(

@@ -114,7 +114,7 @@ class BatchUpdate:
             self._set_covariance(microbatches, totals)
         loss = self._loss(totals if self._is_one_block else _UNKNOWN)
         outputs, sums = self._backend.accumulate(microbatches, self._temperature, loss, is_whole=self._is_one_block)
-        self._sums = {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
+        self._sums |= {name: self._sums.get(name, 0.0) + float(value) for name, value in sums.items()}
         self._replayed.add(self._backend, microbatches)
         return outputs
 
@@ -239,7 +239,8 @@ def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """
     applied = [update for update in metrics if not update["skipped"]]
     used = applied or [{name: x if math.isfinite(x) else 0.0 for name, x in update.items()} for update in metrics]
-    means = {name: sum(update[name] for update in used) / len(used) for name in used[0]}
+    names = dict.fromkeys(name for update in used for name in update)  # a user's loss may return others for each
+    means = {name: sum(update.get(name, 0.0) for update in used) / len(used) for name in names}
     return means | {"skipped": float(len(metrics) - len(applied))}
 
 

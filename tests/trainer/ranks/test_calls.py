@@ -81,7 +81,7 @@ async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
 ) -> None:
     crew.close_gates()
     async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(InternalError, match=r"\[0\] did not answer"):
+        with pytest.raises(InternalError, match=r"\[0\] did not answer after: \w+"):
             await crew.ranks.call(FakeWorker.refuse_while_another_hangs, grace_s=0.2)
     assert len(crew.failures) == 1
 
