@@ -83,7 +83,7 @@ class FunctionPool(WorkerPool[Worker]):
     async def open(self) -> None:
         await super().open()
         width = math.ceil(self._max_concurrent / self._num_workers) if self._is_async else 1
-        self._slots = asyncio.Semaphore(self._num_workers * width)
+        self._slots = asyncio.Semaphore(self._max_concurrent if self._is_async else self._num_workers)
         for worker in [*self._workers] * width:
             self._idle.put_nowait(worker)
 
@@ -114,7 +114,7 @@ class FunctionPool(WorkerPool[Worker]):
         for attempt in range(num_tries):
             try:
                 if attempt and self._is_async:
-                    async with self._turn_alone:
+                    async with self._turn_alone, self._slots:
                         return await self._send(self._alone, message, limit_s)
                 return await self._send_to_idle(message, limit_s)
             except ScoringError as error:

@@ -159,6 +159,23 @@ async def test_calls_of_an_async_function_are_limited(open_run, make_item):
         assert [outcome.reward for outcome in await run.score(items)] == list(range(6))
 
 
+async def test_the_limit_of_an_async_function_is_that_of_all_workers_together(open_run, make_item, monkeypatch):
+    async with open_run(scorer("slowly", max_concurrent=3), num_workers=2) as run:
+        pool, running, numbers = run._scorers[0]._pool, set(), []
+
+        async def send(worker, message, limit_s, send=pool._send):
+            running.add(id(message))
+            numbers.append(len(running))
+            try:
+                return await send(worker, message, limit_s)
+            finally:
+                running.remove(id(message))
+
+        monkeypatch.setattr(pool, "_send", send)
+        assert {outcome.reward for outcome in await run.score([make_item("12")] * 8)} == {2}
+        assert (len(numbers), max(numbers)) == (8, 3)
+
+
 async def test_a_killed_worker_is_a_crash_and_the_next_sample_is_scored(open_run, make_item, hang, until_hanging):
     async with open_run(scorer("by_completion"), num_workers=1) as run:
         (pid,) = run._scorers[0]._pool.pids
