@@ -89,7 +89,7 @@ class ModelConfig(BaseScorerConfig):
     time."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a sample in tokens; a longer sample is a scoring failure. null uses the model's
-    max_position_embeddings."""
+    max_position_embeddings, without those up to that of padding in RoBERTa and its kind."""
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Time limit in seconds for one prompt group, from when the worker takes it. On a timeout the worker is killed and
     loads the model again."""

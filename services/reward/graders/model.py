@@ -72,7 +72,7 @@ class RewardModel:
         self._pad_token_id = model.config.pad_token_id
         # Without a pad token the model cannot find the end of a padded sample.
         self._batch_size = 1 if self._pad_token_id is None else limits["batch_size"]
-        self._max_tokens = limits["max_tokens"] or getattr(model.config, "max_position_embeddings", None) or math.inf
+        self._max_tokens = limits["max_tokens"] or _num_positions(model)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(re.escape(token) for token in special)) if special else None
 
@@ -118,6 +118,15 @@ class RewardModel:
         device = self._model.device
         logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
         return logits_BL[:, self._label].float().tolist()
+
+
+def _num_positions(model: PreTrainedModel) -> float:
+    """Returns how many tokens the model has positions for; infinity if its config does not say."""
+    number = getattr(model.config, "max_position_embeddings", None) or math.inf
+    tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
+    # RoBERTa and its kind give the first token the position behind that of padding.
+    paddings = (getattr(table, "padding_idx", None) for table in tables)
+    return number - next((padding + 1 for padding in paddings if padding is not None), 0)
 
 
 def _digest(path: Path, settings: str) -> str:

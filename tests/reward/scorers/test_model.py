@@ -9,16 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from services.common.config.scorers import ModelConfig
 from services.common.errors import InvalidInput
 from services.reward.errors import FailureReason
 from services.reward.graders.model import load
 from services.reward.scorers.model import LOAD_FIELDS
-from tests.support import make_model
+from tests.support import VOCAB, make_model
 
 CHAT = "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}{{ m['content'] }}<eos>{% endfor %}"
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 PAIRS = [("1+1=", "2"), ("1+1=", "3 3 3 3 3 3 3 3"), ("1+1=", ""), ("23-4=", "19 = 19"), ("1+1=", "2")]
 
 
@@ -30,11 +37,11 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_model(directory, tmp_path_factory):
-    def make(*, num_labels: int = 1, chat: bool = False, **changes: object) -> Path:
+    def make(config: PreTrainedConfig | None = None, *, num_labels: int = 1, chat: bool = False, **changes) -> Path:
         path = tmp_path_factory.mktemp("rm")
         torch.manual_seed(num_labels)
-        config = Qwen3Config.from_pretrained(directory, num_labels=num_labels, **changes)
-        Qwen3ForSequenceClassification(config).save_pretrained(path)
+        config = config or Qwen3Config.from_pretrained(directory, num_labels=num_labels, **changes)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(directory / name, path)
         if chat:
@@ -108,6 +115,14 @@ def test_a_sample_that_is_too_long_has_no_score_and_the_others_have(reward_model
     assert (long.reason, long.detail) == (FailureReason.ERROR, "604 tokens are more than max_tokens 512")
     assert short == close(expected(path, "1+1=2"))
     assert scores(path, [("1+1=", "2")], max_tokens=4)[0].detail == "5 tokens are more than max_tokens 4"
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("bert", 34), ("roberta", 32), ("mpnet", 32)])
+def test_positions_that_no_token_gets_do_not_count(reward_model, kind, limit):
+    path = reward_model(AutoConfig.for_model(kind, vocab_size=VOCAB, num_labels=1, max_position_embeddings=34, **SMALL))
+    fitting, long = scores(path, [("1+1=", "1" * (limit - 4)), ("1+1=", "1" * (limit - 3))])
+    assert fitting == close(expected(path, "1+1=" + "1" * (limit - 4)))
+    assert long.detail == f"{limit + 1} tokens are more than max_tokens {limit}"
 
 
 def test_what_cannot_be_loaded_is_refused(directory, reward_model, tmp_path):
