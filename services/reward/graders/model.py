@@ -69,7 +69,7 @@ class RewardModel:
         **limits: Unpack[Limits],
     ):
         self._model, self._tokenizer, self._label, self._is_chat = model, tokenizer, label, is_chat
-        self._pad_token_id = model.config.pad_token_id
+        self._pad_token_id = model.config.get_text_config().pad_token_id
         # Without a pad token the model cannot find the end of a padded sample.
         self._batch_size = 1 if self._pad_token_id is None else limits["batch_size"]
         self._max_tokens = limits["max_tokens"] or _num_positions(model)
@@ -122,7 +122,7 @@ class RewardModel:
 
 def _num_positions(model: PreTrainedModel) -> float:
     """Returns how many tokens the model has positions for; infinity if its config does not say."""
-    number = getattr(model.config, "max_position_embeddings", None) or math.inf
+    number = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     tables = (module for name, module in model.named_modules() if name.endswith(".position_embeddings"))
     # RoBERTa and its kind give the first token the position behind that of padding.
     paddings = (getattr(table, "padding_idx", None) for table in tables)

@@ -125,6 +125,16 @@ def test_positions_that_no_token_gets_do_not_count(reward_model, kind, limit):
     assert long.detail == f"{limit + 1} tokens are more than max_tokens {limit}"
 
 
+def test_a_model_that_also_sees_pictures_has_the_pad_token_and_the_limit_of_its_text_part(reward_model):
+    text = SMALL | {"vocab_size": VOCAB, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 34}
+    vision = SMALL | {"image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1)
+    path = reward_model(config)
+    *fitting, long = scores(path, [*PAIRS, ("1+1=", "1" * 31)])
+    assert fitting == close([expected(path, prompt + completion) for prompt, completion in PAIRS])
+    assert long.detail == "35 tokens are more than max_tokens 34"
+
+
 def test_what_cannot_be_loaded_is_refused(directory, reward_model, tmp_path):
     two, pickled = reward_model(num_labels=2), reward_model()
     (pickled / "model.safetensors").unlink()
