@@ -153,13 +153,19 @@ def _qwen3_coder(turn: _Turn, opening: re.Match[str]) -> _Parsed:
 
 
 def _llama3(turn: _Turn, opening: re.Match[str]) -> _Parsed:
-    """Reads objects with `;` between them. Text that does not begin with such an object is an answer, not a call."""
+    """Reads objects with `;` between them. Text that does not begin with such an object is an answer, not a call.
+
+    So is an object without parameters that no tag marks: Llama 3 is told to write them with every call, even if empty.
+    """
     text, position, calls = turn.text, opening.end(), list[Call]()
+    is_marked = bool(opening[0].strip())
     while position < len(text) and len(calls) < 2 * MAX_CALLS:
         try:
-            _, end = _SPAN.raw_decode(text, position)
+            value, end = _SPAN.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             return [*calls, _not_json(error, position)], turn.next_reasoning(position)
+        if not (calls or is_marked or {"parameters", "arguments"} & value.keys()):
+            return [], end
         call, position = _json_call(text[position:end]), _skip_space(text, end)
         if position < len(text) and text[position] != ";" and not turn.reasoning.match(text, position):
             return [*calls, BadCall("", "there is text after the JSON object of a call")], turn.next_reasoning(position)

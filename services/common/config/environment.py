@@ -161,8 +161,8 @@ class ToolSyntax(ReasoningTags):
     syntax: Literal["hermes", "qwen3_coder", "llama3", "tags"] = "hermes"
     """How the policy calls a tool. hermes: JSON between <tool_call> and </tool_call> (Qwen, Hermes); qwen3_coder:
     <function=name> and <parameter=name> between the same tags (Qwen3-Coder), read as the tool's schema says; llama3:
-    the JSON object of Llama 3's templates; tags: <name>...</name> with the tool's only argument as text
-    (Search-R1)."""
+    the JSON object of Llama 3's templates, with name and parameters; tags: <name>...</name> with the tool's only
+    argument as text (Search-R1)."""
     result_tag: str = Field(default="", pattern=r"^[A-Za-z0-9_]*$")
     """With syntax tags: return results as raw text between <tag> and </tag> within the policy's turn, as Search-R1's
     `information`, without the chat template. By default, and with the other syntaxes, a result is a message of role
