@@ -150,6 +150,18 @@ async def test_an_answer_that_the_run_cuts_is_cut_whatever_the_agent_allows(dial
     assert (len(row["tokens"]), row["finish_reason"]) == (200, "length"), "Anthropic's client allows 4000 tokens"
 
 
+async def test_a_refusal_after_an_answer_that_was_cut_off_leaves_the_episode_cut_off():
+    async def agent(speaker: Speaker, ask: Ask) -> None:
+        await ask([{"role": "user", "content": "Q"}])
+        with pytest.raises(AssertionError, match="the episode is over"):
+            await ask([{"role": "user", "content": "Go on."}])
+
+    for answer, reason in (("x" * 4000, "length"), ("4<|im_end|>", "turn_limit")):
+        engine = Engine(lambda answer=answer: TOKENIZER.encode(answer), random.Random(0))
+        (row,) = await play(agent, engine, "chat", max_calls=1)
+        assert row["finish_reason"] == reason
+
+
 async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
     async with staged(says, path=f"{AGENTS}:floods", max_calls=2, grace_s=0.2) as stage:
         group = await stage.play("forever")

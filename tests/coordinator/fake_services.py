@@ -10,7 +10,14 @@ from typing import Any
 from lockstep.reward.v1 import reward_pb2, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
-from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp, ServiceInfo
+from lockstep.types.v1.types_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    Completion,
+    ModelCard,
+    PolicyStamp,
+    ServiceInfo,
+)
 
 from services.common.batches.batch import tokens_sha256
 from services.common.config.run import Config
@@ -119,8 +126,10 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         finally:
             self.in_flight -= len(prompt.seeds)
         self.answered.append(prompt.prompt_id)
+        most = request.sampling.max_tokens
+        reason = FINISH_REASON_STOP if most > 1 else FINISH_REASON_LENGTH
         completions = [
-            Completion(tokens=[seed % 50, 1], logprobs=[-1, -2], finish_reason=FINISH_REASON_STOP, seed=seed)
+            Completion(tokens=[seed % 50, 1][:most], logprobs=[-1, -2][:most], finish_reason=reason, seed=seed)
             for seed in prompt.seeds
         ]
         seen = self.seen_prompt(prompt.tokens)

@@ -282,7 +282,10 @@ class AgentEpisode:
             detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
         self._model.count(retries=end.num_retries)
-        reason = self._limit if self._limit is not None else _LENGTH if self._is_cut else _STOP
+        reason = _LENGTH if self._is_cut else _STOP
+        # An answer that was cut off stays the end if only further calls were refused.
+        if self._limit is not None and (not self._is_cut or self._overlong == self._last):
+            reason = self._limit
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
         left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)

@@ -87,13 +87,15 @@ class EpisodeCollector(PlayedCollector):
             reply = await client.step(text, len(completion.tokens), completion.finish_reason, is_reasoning=reasons)
             self._counts.update(tool_calls=reply.num_calls, tool_errors=reply.num_failed_calls)
             stream.rewards.append(weighted_sum([(self._settings.weight, reply.reward)]))
-            if reply.done:
+            is_last = turn + 1 == self._settings.max_turns
+            # An episode that ends within a turn was cut off by tokens, whether or not it could have another turn.
+            if reply.done or (is_last and completion.finish_reason == FinishReason.FINISH_REASON_LENGTH):
                 reason = completion.finish_reason
                 break
             if not reply.messages and self._dialog.has_ended(completion.tokens):
                 detail = f"turn {turn} has ended, and the environment returned no message and is not done"
                 raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-            if turn + 1 == self._settings.max_turns:
+            if is_last:
                 break
             added = self._dialog.reply(completion.tokens, reply.messages)
             if len(stream.tokens) + len(added) >= self._max_tokens:
