@@ -83,6 +83,9 @@ _NUMBER = re.compile(
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
+# After a marker, where the answer stands, a minus in front is no dash, and digits in groups of three are one number.
+_MINUS = re.compile(r"\A([\s*$]*-)\s+(?=\\?\$?\.?[0-9])")
+_GROUPS = re.compile(r"(?<![\w.,^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
 _STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
 _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
 _SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
@@ -106,7 +109,7 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "3"
+    version = "4"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker
@@ -128,6 +131,7 @@ def _final_number(text: str) -> tuple[Decimal | Fraction | None, bool]:
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
+            line = _GROUPS.sub(lambda number: number[0].replace(" ", ""), _MINUS.sub(r"\1", line))
             return _value(next(_numbers(line), None)), True
     last = max(_numbers(text), key=re.Match.start, default=None)
     return _value(last), False

@@ -129,6 +129,16 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         (r"#### -\$5", "-5", 1),
         (r"#### -\$5", "5", 0),
         ("#### 1\u202f000", "1000", 1),
+        ("#### - 5", "-5", 1),
+        ("#### - $5", "5", 0),
+        ("#### **- 5**", "#### - 5", 1),
+        ("#### The total - 5 apples", "5", 1),
+        ("#### 1 000 000", "1000000", 1),
+        ("#### 12 500.5 kg", "12500.5", 1),
+        ("#### 1 500/1000", "1.5", 1),
+        ("#### CO2 200", "200", 1),
+        ("#### 2024 100", "2024", 1),
+        ("It sold 2 200 times", "200", 1),
     ],
 )
 async def test_gsm8k(open_run, make_item, completion, answer, expected):
