@@ -135,6 +135,7 @@ class FunctionPool(WorkerPool[Worker]):
                 # load its model again: the call goes on, within its time limit, and its score is not used.
                 if self._is_async:
                     sending.cancel()
+                    await asyncio.wait({sending})
                 raise
 
     def _take_back(self, worker: Worker, sending: asyncio.Task[Reply]) -> None:
