@@ -153,6 +153,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
         trainer=trainer,
         publisher=make_publisher(services, run),
         block_maker=BlockMaker(list(services.auxiliary.values()), config, services.rollout.lengths),
+        versions={"scorer": opened.scorer, "environment": opened.environment},
         critic=critic,
     )
 

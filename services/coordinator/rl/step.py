@@ -36,6 +36,7 @@ from services.coordinator.rl.metrics import step_metrics
 from services.coordinator.rl.publishing import Publisher
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest
 from services.coordinator.rl.sampling.selection import select
+from services.coordinator.runs.checkpoints import Versions, change_since
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.record import CollectedBatch
@@ -57,6 +58,8 @@ class LoopContext:
     trainer: Trainer
     publisher: Publisher
     block_maker: BlockMaker
+    versions: Versions
+    """Those of the scorers and the environment that the run has opened."""
     critic: Model | None = None
 
     @property
@@ -100,8 +103,9 @@ def goes_on(run: Run, context: LoopContext) -> bool:
 async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: int, tasks: asyncio.TaskGroup) -> Batch:
     """Returns the batch that updates `version`, sampled from `stamp`; an empty one if the run ends before it.
 
-    A batch that was sampled before a restart is read from disk. With a lag, it cannot be sampled again if its weights
-    are older than `stamp`. A stream of blocks is a task of `tasks`.
+    A batch that was sampled before a restart is read from disk, unless it was scored by other scorers or another
+    environment. With a lag, it cannot be sampled again if its weights are older than `stamp`. A stream of blocks is a
+    task of `tasks`.
 
     Raises:
         DataLoss: A batch of older weights is missing or damaged.
@@ -112,6 +116,10 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
     is_older = lag > 0 and recorded.digest != "" and recorded.version < stamp.version
     sampled_from = recorded if is_older else stamp
     samples = run.record.recorded_batch(version, sampled_from)
+    is_applied = version < context.trainer.opened.version
+    if samples is not None and not (is_older or is_applied) and (change := change_since(samples, context.versions)):
+        log.warning("the recorded batch of step %d is sampled and scored again, because %s", version + 1, change)
+        samples, run.record.batch_is_from_disk = None, False
     if samples is not None:
         await run.checkpoints.finish()  # the weights must not change before, and the update comes at once
         return Batch(samples, sampled_from)

@@ -59,6 +59,12 @@ def warn_of_other_versions(
             logged.add(change)
 
 
+def change_since(samples: pa.Table, now: Versions) -> str:
+    """Returns what changed since a batch was scored, by scorers or an environment that it has; "" if nothing did."""
+    before = {what: old or now[what] for what, old in versions_of(samples).items()}
+    return ", ".join(f"{what} {old} became {new}" for what, old, new in _changes(before, now))
+
+
 def change_between(ledger: Ledger, first: int, last: int) -> str:
     """Returns what changed from the evaluation of version `first` to that of `last`; an empty text if nothing did."""
     before, now = ledger.last(Kind.SCORED, first), ledger.last(Kind.SCORED, last)

@@ -1,8 +1,10 @@
 """Tests that a run that resumes with an edited reward or environment says so."""
 
+import asyncio
 import contextlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ from lockstep.reward.v1 import reward_pb2
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation import EvalSetConfig, EvaluationConfig
+from services.common.config.run import Config
 from services.common.files.transfer import seal
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.observe.report.summary import head
+from services.coordinator.rl import step
 from services.coordinator.rl.evaluation import evaluate
 from services.coordinator.runs.checkpoints import change_between, comparable_evaluations, warn_of_other_versions
 from services.coordinator.runs.reader import LedgerReader
@@ -24,11 +28,16 @@ from tests.coordinator.fake_services import FakeReward, collector, make_config, 
 from tests.coordinator.fake_steps import steps
 
 
+def make_config_of(batch: Path) -> Config:
+    """Returns the config of the run that a batch is of."""
+    data = {"train": "x.parquet", "prompts_per_step": 2}
+    return make_config(runs_dir=batch.parents[2], data=data, rollout={"completions_per_prompt": 2}, num_steps=4)
+
+
 @pytest.fixture
 async def newest(tmp_path: Path) -> Path:
     """Returns the newest batch of a run of two steps."""
-    data = {"train": "x.parquet", "prompts_per_step": 2}
-    config = make_config(runs_dir=tmp_path, data=data, rollout={"completions_per_prompt": 2})
+    config = make_config_of(tmp_path / "run" / "batches" / "x")
     async with steps(config, 4, lambda prompt_id, token: float(token % 2)) as given:
         await given.live(0, 2)
     run = Run(config, open_run(config))
@@ -45,6 +54,26 @@ def test_only_what_changed_is_named_with_both_versions(newest: Path, caplog: pyt
     scorer, environment = caplog.messages
     assert scorer == "scorer fake 2 was fake 1 in the newest batch of this run: rewards may differ"
     assert environment.startswith("environment python 1/b was ")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "environment", "trainer_has", "is_used"),
+    [("fake 1", "", 1, True), ("fake 2", "", 1, False), ("fake 2", "", 2, True), ("fake 1", "python 1/b", 1, True)],
+)
+async def test_a_recorded_batch_of_another_scorer_is_sampled_again_unless_it_is_applied(
+    newest: Path, monkeypatch: pytest.MonkeyPatch, scorer: str, environment: str, trainer_has: int, is_used: bool
+):
+    async def collect(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(step, "collect", collect)
+    monkeypatch.setattr(step, "streams", lambda _: False)
+    run = Run(config := make_config_of(newest), open_run(config))
+    trainer = SimpleNamespace(opened=SimpleNamespace(version=trainer_has))
+    context: Any = SimpleNamespace(trainer=trainer, versions={"scorer": scorer, "environment": environment})
+    with contextlib.closing(run), contextlib.nullcontext() if is_used else pytest.raises(NotImplementedError):
+        batch = await step.sample(run, context, run.record.recorded_stamp(1), 1, asyncio.TaskGroup())
+        assert set(batch.samples["scorer"].to_pylist()) == {"fake 1"}
 
 
 def test_a_change_since_an_evaluation_is_named_too(newest: Path, caplog: pytest.LogCaptureFixture):
