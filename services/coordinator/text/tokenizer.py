@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # A tokenizer class without any of its files would begin with an empty vocabulary.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+# Follows the text to continue, which alone could also be a part of what the template writes after it.
+_END_OF_BEGUN = "LockstepEndOfBegun "
 
 
 class Tokenizer:
@@ -204,12 +206,14 @@ class Tokenizer:
         if messages[-1]["role"] != "assistant":
             return self.render(messages, **variables)
         begun = messages[-1]["content"].lstrip()
-        whole, stripped = self.render(messages, add_generation_prompt=False, **variables), begun.rstrip()
-        begin = whole.rfind(stripped)
-        if begin < 0:
-            raise TemplateRefusal(f"the chat template changes the last message {stripped[:80]!r}", field="messages")
-        # Many templates remove white space at the end of a message.
-        return whole[: begin + len(begun if whole.startswith(begun, begin) else stripped)]
+        marked = {**messages[-1], "content": messages[-1]["content"] + _END_OF_BEGUN}
+        whole = self.render([*messages[:-1], marked], add_generation_prompt=False, **variables)
+        text, mark, rest = whole.rpartition(_END_OF_BEGUN.rstrip())
+        if not rest.startswith(" "):  # many templates remove white space at the end of a message
+            text, begun = text.rstrip(), begun.rstrip()
+        if not (mark and text.endswith(begun)):
+            raise TemplateRefusal(f"the chat template changes the last message {begun[:80]!r}", field="messages")
+        return text
 
     @cached_property
     def _plain(self) -> PlainText:

@@ -66,7 +66,7 @@ class TestPrompts:
         assert prompt.messages == tuple(MESSAGES[2])
         assert list(prompt.tokens) == tokenizer.encode(prompt.text)
 
-    @pytest.mark.parametrize("begun", ["So 2 + 2", " So\n", "<think>\nHm, ", "You are helpful.", "What is 1 + 1?"])
+    @pytest.mark.parametrize("begun", ["end", " So\n", "<think>\nHm, ", "You are helpful.", "What is 1 + 1?", "<"])
     def test_a_message_to_continue(self, load, make_model, write_parquet, begun):
         chat = [*MESSAGES[1], {"role": "assistant", "content": begun}]
         path = write_parquet(prompt=pa.array([chat], CHAT), answer=["4"])
