@@ -46,7 +46,8 @@ class FilesConfig(Strict):
     """Let the tokenizer put its special tokens, such as BOS, before a text prompt that does not begin with them. They
     are never added to a templated prompt, because the chat template writes its own."""
     chat_template: Annotated[Path | None, AT_HOME] = None
-    """Jinja file to use instead of the model's own chat template."""
+    """Jinja file to use instead of the model's own chat template. With text prompts it needs data.chat, or an
+    environment, whose messages it renders."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Extra variables to pass to the chat template, such as enable_thinking."""
 

@@ -90,8 +90,18 @@ class Prompts(Sequence[Prompt]):
             row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
         )
 
-    def require_columns(self, config: Config, source: str) -> None:
-        """Checks that some row has each further column that the agent or a scorer reads; `source` names the prompts."""
+    def require_used(self, config: Config, source: str) -> None:
+        """Checks that some row has each further column that the agent or a scorer reads, and that a chat template of
+        the config is used: by all rows, or by an environment. `source` names the prompts.
+
+        Raises:
+            InvalidInput: The message names the key.
+        """
+        if config.data.chat_template and not config.environment and any(row.render is None for row in self._rows):
+            raise InvalidInput(
+                f"data.chat_template is set, but {source} has text prompts: set data.chat to template them",
+                field="data.chat_template",
+            )
         agent = config.environment if isinstance(config.environment, AgentEnvironmentConfig) else None
         wanted = [("environment.columns", name) for name in (agent.columns if agent else ()) if name != "prompt"]
         for key, column in [*wanted, *config.reward.columns_read]:

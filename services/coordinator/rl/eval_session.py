@@ -165,7 +165,7 @@ def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Data
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     held_out = load_eval(config.data, shown, needs_answer=needs_answer)
     for name, rows in held_out.items():
-        rows.require_columns(config, f"data.eval.{name}")
+        rows.require_used(config, f"data.eval.{name}")
     return tokenizer, tools, held_out
 
 

@@ -115,9 +115,9 @@ def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Datas
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     train_data = prompts.PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
     held_out = prompts.load_eval(config.data, shown, needs_answer=needs_answer)
-    train_data.prompts.require_columns(config, "data.train")
+    train_data.prompts.require_used(config, "data.train")
     for name, rows in held_out.items():
-        rows.require_columns(config, f"data.eval.{name}")
+        rows.require_used(config, f"data.eval.{name}")
     prompts.require_enough(len(train_data), config)
     return Dataset(tokenizer, tools, train_data, held_out)
 

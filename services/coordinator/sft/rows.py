@@ -84,6 +84,7 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
     """A file with a prompt and a response column, or with one column of conversations."""
 
     noun = "rows"
+    of_templates = (*RowFile.of_templates, "chat_template")
 
     @classmethod
     def _limits(cls, config: SftDataConfig) -> Limits:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.config.run import Config
-from services.common.errors import PreconditionFailed
+from services.common.errors import InvalidInput, PreconditionFailed
 from services.coordinator.data.prompts import PromptDataset, load_eval
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl import session
@@ -16,6 +16,7 @@ from services.coordinator.rl.session import Dataset, run_session
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
+from tests.support import raises
 
 
 class Viewer:
@@ -74,3 +75,16 @@ async def test_changed_data_is_refused_before_anything_starts(
     with pytest.raises(PreconditionFailed, match=f"^{what} differs from what .* was started with"):
         await run_session(config, Addresses(), Viewer(), now)
     assert len(started) == 1
+
+
+def test_a_chat_template_that_renders_nothing_is_refused(
+    tmp_path: Path, make_model: Callable[..., Path], write_parquet: Callable[..., Path]
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}")
+    data = {"train": write_parquet(prompt=["a"], answer=["1"]), "prompts_per_step": 1, "chat_template": template}
+    config = make_config(model=str(make_model()), runs_dir=tmp_path, data=data)
+    with raises(InvalidInput, field="data.chat_template"):
+        session.load_data(config, Addresses())
+    for used in ({"data": {**data, "chat": True}}, {"data": data, "environment": {"kind": "python", "path": "a:B"}}):
+        assert session.load_data(make_config(model=str(make_model()), runs_dir=tmp_path, **used), Addresses())

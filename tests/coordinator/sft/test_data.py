@@ -218,6 +218,7 @@ def test_several_end_tokens(tmp_path: Path, characters: Callable, load: Callable
         ({"messages_column": "prompt"}, "data.messages_column", "string, not a list"),
         ({"chat": True}, "data.chat_template", "no chat template"),
         ({"system_prompt": "s"}, "data.system_prompt", "set data.chat"),
+        ({"chat_template": "t.jinja"}, "data.chat_template", "set data.chat"),
         ({"samples_per_step": 2}, "data.samples_per_step", "has 1 rows"),
     ],
 )

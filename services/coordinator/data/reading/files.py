@@ -73,6 +73,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     noun: ClassVar[str]
     """Name of the rows in messages."""
+    of_templates: ClassVar[tuple[str, ...]] = ("system_prompt", "chat_template_kwargs")
+    """Keys of the config that only rows with the chat template use."""
 
     def __init__(self, path: Path, config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None):
         self.path, self.config, self.tokenizer, self.field = path, config, tokenizer, field
@@ -220,9 +222,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             need = "data.chat is set" if self.config.chat else f"the {self.noun} of {self.path} are messages"
             message = f"{need}, but the model has no chat template: set data.chat_template to a Jinja file"
             raise InvalidInput(message, field="data.chat_template")
-        config = self.config
-        of_templates = {"system_prompt": config.system_prompt, "chat_template_kwargs": config.chat_template_kwargs}
-        ignored = [key for key, value in of_templates.items() if value]
+        ignored = [key for key in self.of_templates if getattr(self.config, key)]
         if ignored and not self.is_templated:
             message = f"data.{ignored[0]} is set, but {self.path} has text prompts: set data.chat to template them"
             raise InvalidInput(message, field=f"data.{ignored[0]}")
