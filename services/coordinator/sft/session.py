@@ -56,11 +56,10 @@ def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Seque
     """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of training rows.
 
     Raises:
-        PreconditionFailed: The run was started with other rows.
+        PreconditionFailed: The run has trained or evaluated on other rows.
     """
     others = {f"data.eval.{name}": digest_of(rows) for name, rows in (held_out or {}).items()}
     run.record.use_data(data.digest, others)
-    run.record.ledger.record(Kind.COLLECTED, dataset=data.digest, rows=len(data))
     run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)
 
 
@@ -90,6 +89,8 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
 
     while version < trainer_version or (version < run.num_steps and not run.stopping):
         batch, stamp = data.train.batch(version), PolicyStamp(version=version)
+        if not run.record.ledger.last(Kind.COLLECTED):  # from here on, the run goes on with these rows only
+            run.record.ledger.record(Kind.COLLECTED, dataset=data.train.digest, rows=len(data.train))
         with run.phase(Phase.TRAINING):
             version, trained = await trainer.train(batch, run.batch_id(version), stamp)
         await run.record.ledger.free()

@@ -3,18 +3,19 @@
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from services.common.config.sft import SftConfig
-from services.common.errors import PreconditionFailed
+from services.common.errors import PreconditionFailed, Unavailable
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.sft.rows import Example, SftDataset
-from services.coordinator.sft.session import evaluate, use_rows
+from services.coordinator.sft.session import SftData, evaluate, train, use_rows
 
 
 def example(index: int, num_tokens: int = 3) -> Example:
@@ -56,8 +57,12 @@ def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) 
     assert run.num_steps == 3  # 10 rows in batches of 4
 
 
-def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> None:
-    use_rows(open_again(num_steps=7), dataset(1, 2, 3, 4))
+async def test_it_goes_on_with_the_rows_that_it_trained_on_only(open_again: Callable[..., Run]) -> None:
+    use_rows(open_again(num_steps=7), dataset(5, 6, 7, 8))  # and its trainer did not start
+    run, rows = open_again(num_steps=7), dataset(1, 2, 3, 4)
+    use_rows(run, rows)
+    with pytest.raises(Unavailable):
+        await train(run, SftData(rows, {}), FakeTrainer())
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
         use_rows(run, dataset(1, 2, 4, 3))
@@ -69,10 +74,14 @@ def test_it_goes_on_with_the_same_rows_only(open_again: Callable[..., Run]) -> N
 
 
 class FakeTrainer:
-    """A trainer for which the loss of every token is its id."""
+    """A trainer for which the loss of every token is its id, and whose first answer about a step is lost."""
 
     def __init__(self) -> None:
         self.batches: list[pa.Table] = []
+        self.opened = SimpleNamespace(version=1)
+
+    async def train(self, *args: object) -> None:
+        raise Unavailable("no answer")
 
     async def nll(self, batch: pa.Table) -> tuple[float, int]:
         self.batches.append(batch)
