@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from services.coordinator.data.reading.columns import is_messages
 from services.coordinator.data.reading.record import MAX_DEPTH, BadRow, BadRows, Record, Unusable, depth_of
 from services.coordinator.data.reading.sources import files_of, read_rows, warn_of_shared_files
 from services.coordinator.text.chat_template import Message, TemplateRefusal
+from services.coordinator.text.continued import encode_continued
 from services.coordinator.text.tokenizer import Tokenizer
 
 # Enough rows for all cores of the tokenizer, and few enough that their texts need little memory beside their tokens.
@@ -29,8 +30,8 @@ _ROWS_AT_ONCE = 4096
 class Row:
     """A row that can be used. `content_hash` covers the row as stored, before the chat template.
 
-    `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. Each is tokenized
-    separately, like the prompt is at generation.
+    `pieces` are either the prompt alone, or prompt, answer, text in between, answer, and so on. The prompt is tokenized
+    alone, as it is at generation, and each other piece as it stands behind the one before it.
     """
 
     where: str
@@ -173,11 +174,10 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
     def _encode(self, rows: Sequence[ReadRow], bad: BadRows) -> Iterator[tuple[ReadRow, list[list[int]]]]:
         """Yields each of `rows` with the tokens of its pieces. Adds rows that the vocabulary has no tokens for to
         `bad`."""
-        encode = self.tokenizer.encode_batch
         special = self.config.add_special_tokens and not self.is_templated  # a chat template adds special tokens itself
         try:
-            prompts = encode([row.pieces[0] for row in rows], add_special_tokens=special)
-            later = iter(encode([piece for row in rows for piece in row.pieces[1:]]))
+            prompts = self.tokenizer.encode_batch([row.pieces[0] for row in rows], add_special_tokens=special)
+            later = iter(encode_continued(self.tokenizer, [pair for row in rows for pair in pairwise(row.pieces)]))
         except InvalidInput as error:
             if len(rows) == 1:
                 bad.add(rows[0].where, error.message)
