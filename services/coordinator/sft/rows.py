@@ -18,7 +18,9 @@ from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading import columns
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
+from services.coordinator.text.bridge import map_texts
 from services.coordinator.text.chat_template import Message, TemplateRefusal, check_prefix_stable
+from services.coordinator.text.continued import encode_marked_continued
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,16 @@ def _schemas(tools: object) -> list[dict[str, object]]:
     return schemas
 
 
-class SftFile(RowFile[SftDataConfig, Row, Example]):
+@dataclass(frozen=True, slots=True)
+class SftRow(Row):
+    """A row. `marked` are its answers (pieces 1, 3, ...) with marks in place of the end tokens that they quote, which
+    stay text (Tokenizer.as_text); it is empty if they quote none.
+    """
+
+    marked: tuple[str, ...] = ()
+
+
+class SftFile(RowFile[SftDataConfig, SftRow, Example]):
     """A file with a prompt and a response column, or with one column of conversations."""
 
     noun = "rows"
@@ -108,6 +119,10 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             if "tools_column" in self.config.model_fields_set:
                 raise InvalidInput(f"{message}: set data.chat to template them", field="data.tools_column")
             log.warning("%s: its column %s is ignored", message, column)
+        decode, ends = self.tokenizer.decode, self.tokenizer.eos_token_ids
+        self._stops = {text: end for end in ends if (text := decode([end], skip_special_tokens=False))}
+        stop = "|".join(map(re.escape, sorted(self._stops, key=len, reverse=True))) or "(?!)"
+        self._stop, self._last_stops = re.compile(stop), re.compile(rf"(?:(?:{stop})\s*)+\Z")
         self._end = [] if self.is_templated else [self._end_token()]  # a chat template adds the end token itself
 
     def _checked(self, name: str, is_right: Callable[[pa.DataType], bool], problem: str) -> pa.DataType:
@@ -116,7 +131,7 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         self._require(is_right(kind), column, key, problem)
         return kind
 
-    def _read(self, where: str, number: int, record: Record) -> Row:
+    def _read(self, where: str, number: int, record: Record) -> SftRow:
         config, tools = self.config, record.get(self.config.tools_column or "")
         if config.messages_column:
             content: object = record.get(config.messages_column)
@@ -128,20 +143,46 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             trained = [len(messages) - 1]
         if self.is_templated and tools:
             content = [content, tools]
+        marked = [self._marked(message) if index in trained else message for index, message in enumerate(messages)]
         try:
-            if self.is_templated:
-                pieces = self._pieces(messages, trained, self.tokenizer.with_tools(_schemas(tools)))
-            else:
-                pieces = [message["content"] for message in messages]
+            pieces = self._pieces(messages, trained, tools)
+            quoting = self._pieces(marked, trained, tools) if marked != messages else []
         except TemplateRefusal:  # only this row is bad; any other error of the template affects all rows
             raise
         except InvalidInput as error:
             fix = "; data.train_on=last trains on the last answer only" if len(trained) > 1 else ""
             raise InvalidInput(f"{where}: {error.message}{fix}", reason=error.reason, **error.metadata) from error
-        return Row(where, number, hash_of(content), tuple(pieces))
+        if quoting and [self._unmarked(piece) for piece in quoting] != pieces:
+            raise BadRow("the chat template changes an end token that an answer quotes")
+        self._check_ends([marked[index]["content"] for index in trained], quoting or pieces)
+        return SftRow(where, number, hash_of(content), tuple(pieces), tuple(quoting[1::2]))
 
-    def _pieces(self, messages: Sequence[Message], trained: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    def _marked(self, message: Message) -> Message:
+        """Returns a message with marks in place of the end tokens that it quotes, which are all but the last ones."""
+        content = self._last_stops.sub("", message["content"])
+
+        def mark(text: str) -> str:
+            return self.tokenizer.as_text(text, self._stops) if self._stop.search(text) else text
+
+        return {**map_texts(mark, message), "content": mark(content) + message["content"][len(content) :]}
+
+    def _unmarked(self, piece: str) -> str:
+        for stop in self._stops:
+            piece = piece.replace(self.tokenizer.as_text(stop, [stop]), stop)
+        return piece
+
+    def _check_ends(self, answers: Sequence[str], pieces: Sequence[str]) -> None:
+        """Raises BadRow if an answer ends with an end token and the chat template writes another."""
+        for index, (answer, piece) in enumerate(zip(answers[-(len(pieces) // 2) :], pieces[1::2], strict=True)):
+            num_ends = len(self._stop.findall(piece))
+            if num_ends > 1 and self._last_stops.search(answer):
+                raise BadRow(f"answer {index} has {num_ends} end tokens; it must have exactly one")
+
+    def _pieces(self, messages: Sequence[Message], trained: Sequence[int], tools: object) -> list[str]:
         """Splits a conversation that ends with an assistant's turn; texts 1, 3, ... are the `trained` messages."""
+        if not self.is_templated:
+            return [message["content"] for message in messages]
+        tokenizer = self.tokenizer.with_tools(_schemas(tools))
         num_messages, messages = len(messages), self._with_system(messages)
         turns = [len(messages) - num_messages + index for index in trained]
         if self.config.train_on == "last":
@@ -163,11 +204,15 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             end = len(turns_end)
         return pieces
 
-    def _example(self, row: Row, pieces: list[list[int]]) -> Example:
-        """Builds the example. Text after an answer's end token comes from the template, so it is not trained on."""
+    def _example(self, row: SftRow, pieces: list[list[int]]) -> Example:
+        """Builds the example. Text after an answer's end token comes from the template, so it is not trained on.
+
+        That may be another end token: templates of Phi-3 write one after each turn, and one after the conversation.
+        """
+        if row.marked:
+            pieces[1::2] = self._quoting(row, pieces)
         if self._end and pieces[-1][-1:] != self._end:
             pieces[-1] = pieces[-1] + self._end
-        pieces[1::2] = map(self._with_quotes, row.pieces[1::2], pieces[1::2])
         tokens: list[int] = []
         mask: list[bool] = []
         num_trained = 0
@@ -177,7 +222,7 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
             if index % 2:
                 continue
             ends = [place for place, token in enumerate(piece) if token in self.tokenizer.eos_token_ids]
-            if len(ends) != 1:
+            if not ends or (self._end and len(ends) > 1):
                 problem = f"has {len(ends)} end tokens" if ends else "is not followed by an end token of the model"
                 raise BadRow(f"answer {index // 2} {problem}; it must have exactly one")
             first, num_trained = len(tokens) - len(piece), len(tokens) - len(piece) + ends[0] + 1
@@ -185,37 +230,31 @@ class SftFile(RowFile[SftDataConfig, Row, Example]):
         arrays = (pieces[0], np.uint32), (tokens[:num_trained], np.uint32), (mask[:num_trained], np.bool_)
         return Example(row.prompt_id, *(np.array(values, dtype) for values, dtype in arrays))
 
-    def _with_quotes(self, text: str, tokens: list[int]) -> list[int]:
-        """Returns the tokens of an answer whose text quotes end tokens, which stay text: all but the last."""
-        ends = self.tokenizer.eos_token_ids
-        if sum(token in ends for token in tokens) < 2:
-            return tokens
-        stops = {self.tokenizer.decode([token], skip_special_tokens=False): token for token in ends}
-        own = "".join(stop for stop, token in stops.items() if [token] == self._end)
-        text = text if own and text.endswith(own) else text + own
-        matches = list(re.finditer("|".join(map(re.escape, sorted(stops, key=len, reverse=True))), text))
-        end = matches[-1].start()
-        if len(matches) > 1 and matches[-2].end() == end:  # the text itself ends with one
-            return tokens
-        try:
-            quoted = self.tokenizer.encode_marked(self.tokenizer.as_text(text[:end], stops) + text[end:])
-        except InvalidInput:
-            return tokens
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=False).split() for ids in (quoted, tokens)]
-        # Otherwise the vocabulary has no other tokens for it.
-        return quoted if "".join(texts[0]) == "".join(texts[1]) else tokens
+    def _quoting(self, row: SftRow, pieces: Sequence[list[int]]) -> list[list[int]]:
+        """Returns the tokens of answers that quote end tokens; `pieces` are those that the text has without marks."""
+        quoting: list[list[int]] = []
+        for index, (before, text, plain) in enumerate(zip(row.pieces[::2], row.marked, pieces[1::2], strict=False)):
+            try:
+                quoting.append(encode_marked_continued(self.tokenizer, before, text))
+            except InvalidInput as error:
+                raise BadRow(f"answer {index} quotes an end token: {error.message}") from error
+            texts = [self.tokenizer.decode(ids, skip_special_tokens=False).split() for ids in (quoting[-1], plain)]
+            if "".join(texts[0]) != "".join(texts[1]):
+                raise BadRow(f"answer {index} quotes an end token, which the vocabulary has no other tokens for")
+        return quoting
 
     def _end_token(self) -> int:
         text = self.config.end_token
-        known = {self.tokenizer.decode([i], skip_special_tokens=False): i for i in self.tokenizer.eos_token_ids}
-        if text is None and len(known) == 1:
-            return next(iter(known.values()))
-        if text in known:
-            return known[text]
+        if text is None and len(self._stops) == 1:
+            return next(iter(self._stops.values()))
+        if text in self._stops:
+            return self._stops[text]
         problem = "is not set and the model has several end tokens"
         if text is not None:
             problem = f"{text!r} is not an end token of the model"
-        raise InvalidInput(f"data.end_token {problem}: set it to one of {', '.join(known)}", field="data.end_token")
+        raise InvalidInput(
+            f"data.end_token {problem}: set it to one of {', '.join(self._stops)}", field="data.end_token"
+        )
 
 
 class SftDataset:

@@ -6,7 +6,7 @@ They begin with a stop token. A tokenizer splits text at such an added token bef
 the same as within the tokenized whole, and the policy's own tokens stay as they were sampled.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from itertools import cycle, islice, product
 from typing import Any, NoReturn
@@ -239,12 +239,17 @@ class Bridge:
 
 def as_texts(tokenizer: Tokenizer, value: object) -> Any:
     """Returns a value in which special tokens are marked as text, in lists and objects too; see Tokenizer.as_text."""
+    return map_texts(tokenizer.as_text, value)
+
+
+def map_texts(change: Callable[[str], str], value: object) -> Any:
+    """Returns a value in which every text is changed, in lists and objects too."""
     if isinstance(value, str):
-        return tokenizer.as_text(value)
+        return change(value)
     if isinstance(value, list):
-        return [as_texts(tokenizer, entry) for entry in value]
+        return [map_texts(change, entry) for entry in value]
     if isinstance(value, dict):
-        return {as_texts(tokenizer, key): as_texts(tokenizer, entry) for key, entry in value.items()}
+        return {map_texts(change, key): map_texts(change, entry) for key, entry in value.items()}
     return value
 
 

@@ -36,6 +36,16 @@ def encode_continued(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> 
     ]
 
 
+def encode_marked_continued(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Returns the token ids of a text with parts that Tokenizer.as_text made, as it stands behind `before`.
+
+    Raises:
+        InvalidInput: See Tokenizer.encode.
+    """
+    befores = (before[-_TAIL:], *_NEUTRAL) if _puts_space(tokenizer) else ()
+    return _behind(tokenizer.encode_marked, befores, text)
+
+
 def _puts_space(tokenizer: Tokenizer) -> bool:
     """Returns whether a text alone has other tokens than behind other text."""
     try:

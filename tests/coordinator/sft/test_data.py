@@ -147,7 +147,7 @@ BAD_ROWS = {
     "null response": ({"prompt": "1", "response": None}, "the response is null"),
     "empty response": ({"prompt": "1", "response": " "}, "the response is empty"),
     "empty prompt": ({"prompt": "", "response": "1"}, "the prompt is empty"),
-    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 has 2 end tokens"),
+    "end token": ({"prompt": "1", "response": "1<eos>2"}, "answer 0 quotes an end token, which the vocabulary"),
     "null conversation": ({"m": None}, "the conversation is null"),
     "no messages": ({"m": []}, "the conversation is empty"),
     "no answer": ({"m": [user("1")]}, "it has no message of the assistant"),

@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 
 from services.common.config.sft import SftDataConfig
+from services.common.errors import InvalidInput
 from services.coordinator.sft.rows import Example, SftDataset
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.text.bridge_families import FAMILIES, make_tokenizer
 
-CASES = [(name, kind) for name, family in FAMILIES.items() for kind in family.kinds if name != "phi-3"]
+CASES = [(name, kind) for name, family in FAMILIES.items() for kind in family.kinds]
 QUESTION = {"role": "user", "content": "How many clips?"}
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Example]:
-    """Returns the example that a prompt and a response become."""
+    """Returns the example that a row becomes."""
 
-    def load(tokenizer: Tokenizer, prompt: str, response: str, **config: Any) -> Example:
+    def load(tokenizer: Tokenizer, row: dict[str, Any], **config: Any) -> Example:
         path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps({"prompt": prompt, "response": response}))
+        path.write_text(json.dumps(row))
         settings = {"train": path, "samples_per_step": 1, **config}
         return SftDataset.load(SftDataConfig(**settings), tokenizer, seed=0).examples[0]
 
@@ -36,7 +37,7 @@ def read(tokenizer: Tokenizer, tokens: Any) -> str:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_answer_has_the_tokens_that_it_has_in_the_conversation(load: Callable, name: str, kind: str) -> None:
     tokenizer = FAMILIES[name].tokenizer(kind)
-    example = load(tokenizer, QUESTION["content"], "So half as many.", chat=True)
+    example = load(tokenizer, {"prompt": QUESTION["content"], "response": "So half as many."}, chat=True)
     assert example.prompt_tokens.tolist() == tokenizer.encode(tokenizer.render([QUESTION]))
     whole = [*example.prompt_tokens.tolist(), *example.tokens.tolist()]
     messages = [QUESTION, {"role": "assistant", "content": "So half as many."}]
@@ -48,6 +49,27 @@ def test_an_answer_has_the_tokens_that_it_has_in_the_conversation(load: Callable
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_a_response_continues_its_prompt(load: Callable, kind: str) -> None:
     tokenizer = make_tokenizer(None, kind=kind)
-    example = load(tokenizer, "Q: clips? A:", "half")
+    example = load(tokenizer, {"prompt": "Q: clips? A:", "response": "half"})
     assert example.prompt_tokens.tolist() == tokenizer.encode("Q: clips? A:")
     assert read(tokenizer, example.tokens) == "half</s>"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_of_two_end_tokens_that_a_template_writes_the_first_is_trained_on(load: Callable, kind: str) -> None:
+    tokenizer = FAMILIES["phi-3"].tokenizer(kind)
+    said = "A turn ends with <|end|> or <|endoftext|> here."
+    example = load(tokenizer, {"prompt": "How?", "response": said}, chat=True)
+    assert read(tokenizer, example.tokens).strip() == said + "<|end|>" and example.loss_mask.all()
+    assert [token in tokenizer.eos_token_ids for token in example.tokens].index(True) == len(example.tokens) - 1
+    with pytest.raises(InvalidInput, match="answer 0 has 3 end tokens"):
+        load(tokenizer, {"prompt": "How?", "response": "Yes.<|end|>"}, chat=True)
+
+
+def test_the_arguments_of_a_call_may_quote_an_end_token(load: Callable) -> None:
+    tokenizer = FAMILIES["qwen2.5"].tokenizer()
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "What is <|im_end|>?"}}}
+    messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    example = load(tokenizer, {"messages": messages}, messages_column="messages")
+    text = tokenizer.render(messages, add_generation_prompt=False).removesuffix("\n")
+    assert read(tokenizer, example.prompt_tokens) + read(tokenizer, example.tokens) == text
+    assert example.tokens.tolist().count(example.tokens[-1]) == 1
