@@ -139,6 +139,8 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
         else:
             content = prompt, response = record.get(config.prompt_column), record.get(config.response_column)
             columns.require(response, "response")
+            if not self.is_templated and isinstance(prompt, list):
+                raise BadRow("the prompt is a list, but the file's first one is text: set data.chat to have both")
             messages = [*columns.as_messages(prompt), {"role": "assistant", "content": response}]
             trained = [len(messages) - 1]
         if self.is_templated and tools:
@@ -154,7 +156,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             raise InvalidInput(f"{where}: {error.message}{fix}", reason=error.reason, **error.metadata) from error
         if quoting and [self._unmarked(piece) for piece in quoting] != pieces:
             raise BadRow("the chat template changes an end token that an answer quotes")
-        self._check_ends([marked[index]["content"] for index in trained], quoting or pieces)
+        self._check_answers([marked[index]["content"] for index in trained], quoting or pieces)
         return SftRow(where, number, hash_of(content), tuple(pieces), tuple(quoting[1::2]))
 
     def _marked(self, message: Message) -> Message:
@@ -171,12 +173,23 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             piece = piece.replace(self.tokenizer.as_text(stop, [stop]), stop)
         return piece
 
-    def _check_ends(self, answers: Sequence[str], pieces: Sequence[str]) -> None:
-        """Raises BadRow if an answer ends with an end token and the chat template writes another."""
-        for index, (answer, piece) in enumerate(zip(answers[-(len(pieces) // 2) :], pieces[1::2], strict=True)):
-            num_ends = len(self._stop.findall(piece))
-            if num_ends > 1 and self._last_stops.search(answer):
-                raise BadRow(f"answer {index} has {num_ends} end tokens; it must have exactly one")
+    def _check_answers(self, answers: Sequence[str], pieces: Sequence[str]) -> None:
+        """Raises BadRow if an answer ends with an end token and the chat template writes another, or if its text is not
+        all before the end token, but for white space. The prompt may have its beginning, such as <think>.
+        """
+        answers = answers[-(len(pieces) // 2) :]
+        for index, (answer, before, piece) in enumerate(zip(answers, pieces[::2], pieces[1::2], strict=False)):
+            ends = [match.end() for match in self._stop.finditer(piece)]
+            if len(ends) > 1 and self._last_stops.search(answer):
+                raise BadRow(f"answer {index} has {len(ends)} end tokens; it must have exactly one")
+            said, prompt, shown = (
+                "".join(text.split()) for text in (answer, before, piece[: ends[0] if ends else None])
+            )
+            if said not in prompt[max(0, len(prompt) - len(said) + 1) :] + shown:
+                raise BadRow(
+                    f"the chat template leaves out or changes a part of answer {index}, {answer[:40]!r}, such as its "
+                    "thinking: set data.chat_template to one that keeps it"
+                )
 
     def _pieces(self, messages: Sequence[Message], trained: Sequence[int], tools: object) -> list[str]:
         """Splits a conversation that ends with an assistant's turn; texts 1, 3, ... are the `trained` messages."""

@@ -19,11 +19,11 @@ QUESTION = {"role": "user", "content": "How many clips?"}
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., Example]:
-    """Returns the example that a row becomes."""
+    """Returns the example that the first row becomes."""
 
-    def load(tokenizer: Tokenizer, row: dict[str, Any], **config: Any) -> Example:
+    def load(tokenizer: Tokenizer, *rows: dict[str, Any], **config: Any) -> Example:
         path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps(row))
+        path.write_text("\n".join(map(json.dumps, rows)))
         settings = {"train": path, "samples_per_step": 1, **config}
         return SftDataset.load(SftDataConfig(**settings), tokenizer, seed=0).examples[0]
 
@@ -52,6 +52,8 @@ def test_a_response_continues_its_prompt(load: Callable, kind: str) -> None:
     example = load(tokenizer, {"prompt": "Q: clips? A:", "response": "half"})
     assert example.prompt_tokens.tolist() == tokenizer.encode("Q: clips? A:")
     assert read(tokenizer, example.tokens) == "half</s>"
+    with pytest.raises(InvalidInput, match="line 2: the prompt is a list, but the file's first one is text: set data"):
+        load(tokenizer, {"prompt": "Q", "response": "A"}, {"prompt": [QUESTION], "response": "half"})
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
@@ -73,3 +75,30 @@ def test_the_arguments_of_a_call_may_quote_an_end_token(load: Callable) -> None:
     text = tokenizer.render(messages, add_generation_prompt=False).removesuffix("\n")
     assert read(tokenizer, example.prompt_tokens) + read(tokenizer, example.tokens) == text
     assert example.tokens.tolist().count(example.tokens[-1]) == 1
+
+
+THOUGHT = {"prompt": "How?", "response": "<think>\nI should greet.\n</think>\n\nHello."}
+# Like Llama-3.1-Nemotron-Nano's, it writes no thinking.
+FORGETFUL = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1] | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thinking_is_trained_on_unless_the_prompt_has_its_beginning(load: Callable, name: str) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    example = load(tokenizer, THOUGHT, chat=True)
+    said = THOUGHT["response"].removeprefix("<think>\n" if name.endswith("thinking") else "")
+    assert read(tokenizer, example.tokens).lstrip().startswith(said) and example.loss_mask.all()
+
+
+def test_an_answer_of_which_the_template_leaves_out_a_part_is_bad(load: Callable) -> None:
+    tokenizer = make_tokenizer(FORGETFUL, eos=("<|im_end|>",))
+    with pytest.raises(InvalidInput, match=r"leaves out or changes a part of answer 0, '<think>.* data.chat_template"):
+        load(tokenizer, THOUGHT, chat=True)
+    assert read(tokenizer, load(tokenizer, {"prompt": "How?", "response": "Hello."}, chat=True).tokens).endswith("d|>")
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "clips"}}}
+    messages = [QUESTION, {"role": "assistant", "content": "I will look.", "tool_calls": [call]}]
+    with pytest.raises(InvalidInput, match=r"part of answer 0, 'I will look\.'"):  # Llama 3.1 writes the call alone
+        load(FAMILIES["llama-3.1"].tokenizer(), {"messages": messages}, messages_column="messages")
