@@ -162,6 +162,11 @@ def _ropes(content: JsonObject) -> Mapping[str, JsonObject]:
     return nested or {"": rope}
 
 
+def rope_kinds(content: JsonObject) -> set[str]:
+    """Returns how the rotary embeddings of a config.json are scaled, such as "yarn", or "default" if they are not."""
+    return {_kind(rope) for rope in _ropes(content).values()}
+
+
 def _kind(rope: JsonObject) -> str:
     return str(rope.get("rope_type", rope.get("type", "default")))
 

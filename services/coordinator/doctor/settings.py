@@ -15,7 +15,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import LockstepError, PreconditionFailed
 from services.common.families.architecture import read_content
-from services.common.families.supported import text_of
+from services.common.families.supported import rope_kinds, text_of
 from services.common.memory import MEMINFO, host_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
@@ -28,6 +28,7 @@ from services.coordinator.planning.plan import planned_model
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
+_NEVER_LONGER = {"default", "llama3"}  # rotary embeddings with which every vLLM keeps to max_position_embeddings
 
 
 def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
@@ -167,8 +168,9 @@ def check_lengths(config: AnyConfig) -> Iterator[Finding]:
     if length <= limit:
         yield Finding("lengths", lengths)
     else:
-        verdict = Verdict.WARN if is_sft or content.get("rope_scaling") else Verdict.FAIL
-        fix = f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled"
+        is_scaled = rope_kinds(content) - _NEVER_LONGER
+        verdict = Verdict.WARN if is_sft or is_scaled else Verdict.FAIL
+        fix = f"set {key} to at most {limit}; vLLM refuses more unless rope is scaled (new versions refuse it of yarn)"
         yield Finding("lengths", lengths, verdict, fix)
 
 

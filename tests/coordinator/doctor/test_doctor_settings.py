@@ -111,6 +111,8 @@ def test_lengths(tmp_path: Path) -> None:
         lengths(), FAIL, "rollout.max_model_len 2048, the model's max_position_embeddings 1024", "at most 1024"
     )
     assert lengths(rope_scaling={"rope_type": "yarn", "factor": 4.0}).verdict is WARN
+    assert lengths(rope_parameters={"rope_type": "linear", "factor": 4.0}).verdict is WARN
+    assert lengths(rope_parameters={"rope_type": "llama3", "factor": 8.0}).verdict is FAIL
     assert lengths(max_position_embeddings=2048).verdict is OK
 
 
