@@ -6,6 +6,7 @@ that share GPUs, which were as fast per GPU as dedicated ones (docs/one-gpu.md),
 in the engine. Only the memory is computed; speeds are not.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.coordinator.clients.gpus import split_gpus
+from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.planning import memory
 from services.coordinator.planning.plan import check_model, planned_model
@@ -84,9 +86,12 @@ def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
     """Tries the placements of the config in `args`, the best first; `gpus` has the bytes of each GPU.
 
     Raises:
-        NotFound: The model has no config.json on this host.
+        NotFound: The model has no config.json on this host, or see `with_local_models`.
         InvalidInput: The config is invalid, or see `planned_model`.
+        Unavailable: See `with_local_models`.
     """
+    config = load(Config, [*args, "placement=disaggregated"])
+    args = [*args, *_found_on_hub(config)]
     config = load(Config, [*args, "placement=disaggregated"])
     planned_model(config)
     own = started_ranks(config, Addresses())
@@ -132,9 +137,19 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
         "full length.\n",
         highlight=False,
     )
-    command = " ".join(["lockstep run", *args, *tried.fitting[0].overrides])
+    command = shlex.join(["lockstep", "run", *args, *tried.fitting[0].overrides])
     console.print("suggested:", highlight=False)
     console.print(f"  {command}", soft_wrap=True, highlight=False)
+
+
+def _found_on_hub(config: Config) -> Iterator[str]:
+    """Yields the overrides that name the directories of models on the Hub, so that each is looked up only once."""
+    local = with_local_models(config, has_weights=False)
+    if local.model != config.model:
+        yield f"model={local.model}"
+    for role, section in local.role_sections.items():
+        if section.model != config.role_sections[role].model:
+            yield f"{role}.model={section.model}"
 
 
 def _placements(num_gpus: int, own_ranks: int) -> Iterator[list[str]]:

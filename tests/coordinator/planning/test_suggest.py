@@ -88,6 +88,20 @@ def test_what_fits_is_suggested(args: list[str], gpus: str, first: str | None):
     output(*args, *first.split())
 
 
+def test_a_model_on_the_hub_is_sized_and_the_command_can_be_pasted(args: list[str], monkeypatch: pytest.MonkeyPatch):
+    directory, asked = str(Path(args[0]).parent), list[str]()
+
+    def local_model(model: str, **_: object) -> str:
+        asked.append(model)
+        return directory if model == "owner/name" else model
+
+    monkeypatch.setattr("services.coordinator.data.reading.hub.local_model", local_model)
+    kl = ("trainer.loss.kl_coef=0.1", "reference.model=owner/name")
+    suggested = output(*args, "model=owner/name", *kl, "runs_dir=a b", "--gpus", "8x200").splitlines()[-1].strip()
+    assert suggested.startswith(f"lockstep run {args[0]} model=owner/name {' '.join(kl)} 'runs_dir=a b' placement=")
+    assert asked == ["owner/name", "owner/name"]
+
+
 def test_a_proposal_is_a_config_that_fits_and_the_next_bigger_need_is_none(args: list[str]):
     def fitting(gib: int, *more: str) -> list[Any]:
         return [proposal.overrides for proposal in search([*args, *more], [gib * GIB] * 8).fitting]
