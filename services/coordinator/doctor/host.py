@@ -23,7 +23,8 @@ from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visibl
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.fleet.probes import SANDBOX, problem
-from services.coordinator.planning.memory import colocated_phases, rank_memory, utilization
+from services.coordinator.planning.frozen import sized_model
+from services.coordinator.planning.memory import colocated_phases, rank_memory, trained_parameters, utilization
 from services.coordinator.planning.plan import planned_model
 from services.coordinator.runs.database import has_local_locks, is_shared
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
@@ -261,7 +262,7 @@ def check_ports(count: int, local_ports: Path) -> Finding:
 def check_disk(config: AnyConfig | None) -> Finding:
     """Checks that the disk has room for the checkpoints that a run keeps, plus the one being written."""
     there = _existing(config.run_dir if config else Path("runs"))
-    free, needed = shutil.disk_usage(there).free, _bytes_needed(config) if config else 0
+    free, needed = shutil.disk_usage(there).free, bytes_needed(config) if config else 0
     room = f"{free / _GIB:.1f} GiB free at {there}"
     if config:
         room += f"; the run needs {needed / _GIB:.2f}" if needed else "; the model's size is not known here"
@@ -321,15 +322,21 @@ def _needs_sandbox(config: AnyConfig | None) -> bool:
     return has_code or any(tool.kind == "python" for tool in tools)
 
 
-def _bytes_needed(config: AnyConfig) -> int:
-    """Returns the bytes of a run's checkpoints; 0 if the model is on another host or its parameters are not known."""
+def bytes_needed(config: AnyConfig) -> int:
+    """Returns the bytes of a run's checkpoints; 0 if a model is on another host or its parameters are not known."""
+    settings = config.checkpoint
     try:
-        parameters = planned_model(config).num_parameters
+        model = planned_model(config)
+        critic = sized_model(config, "critic", model)
     except LockstepError:
         return 0
-    settings = config.checkpoint
-    num_checkpoints = settings.max_ckpts_to_keep + 1 if settings.save_freq else 0  # one is written before one goes
-    return parameters * (num_checkpoints * _CHECKPOINT_BYTES + settings.export_at_end * _EXPORT_BYTES)
+    more = 2 if settings.keep_best else 1  # one is written before one goes, and the best stays
+    own = trained_parameters(config.trainer, model) if config.trainer.lora.rank else model.num_parameters
+    saved = own * (settings.max_ckpts_to_keep + more)
+    if critic:
+        saved += critic[1].num_parameters * (settings.max_critic_ckpts_to_keep + more)
+    exported = model.num_parameters * _EXPORT_BYTES if settings.export_at_end else 0
+    return (saved * _CHECKPOINT_BYTES if settings.save_freq else 0) + exported
 
 
 def _cuda() -> str | None:

@@ -52,10 +52,24 @@ def frozen_models(config: AnyConfig, policy: Architecture | MeasuredModel, *, is
     Raises:
         NotFound: A model that is named has no config.json on this host.
     """
-    for name, settings, directory in role_models(config):
-        if name in _NAMES:
-            model = policy if directory == Path(config.model) else read_model(directory, settings)
-            yield _frozen(config, name, settings, model, is_gpu=is_gpu)
+    for name in _NAMES:
+        if sized := sized_model(config, name, policy):
+            yield _frozen(config, name, *sized, is_gpu=is_gpu)
+
+
+def sized_model(
+    config: AnyConfig, name: str, policy: Architecture | MeasuredModel
+) -> tuple[TrainerConfig, Architecture | MeasuredModel] | None:
+    """Returns the settings and sizes of the model of a section, or None if the run has no such model; `policy` is the
+    model of a section that names no other.
+
+    Raises:
+        NotFound: The model that is named has no config.json on this host.
+    """
+    for section, settings, directory in role_models(config):
+        if section == name:
+            return settings, policy if directory == Path(config.model) else read_model(directory, settings)
+    return None
 
 
 def read_model(directory: Path, settings: TrainerConfig) -> Architecture | MeasuredModel:

@@ -193,10 +193,7 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
     trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
     count, weight = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
     layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
-    if isinstance(model, MeasuredModel):
-        trained = sum(model.adapter_sizes) if trainer.lora.rank else model.num_trained
-    else:
-        trained = adapter_parameters(trainer, model, layout, 0) if trainer.lora.rank else model.num_parameters
+    trained = trained_parameters(trainer, model)
     # A vision tower is float32 as well, and without gradient.
     own = -(-trained // ranks)
     frozen = weight * count if trainer.lora.rank else _MASTER * (count - own)
@@ -212,6 +209,13 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
         base=0 if is_gpu else FSDP_BASE,
         offloads=frozenset(("params", "grads", "optimizer") if fsdp.cpu_offload else ("grads",)),
     )
+
+
+def trained_parameters(trainer: TrainerConfig, model: Model) -> int:
+    """Returns how many parameters of the whole model are trained: those of its adapters, if it has some."""
+    if isinstance(model, MeasuredModel):
+        return sum(model.adapter_sizes) if trainer.lora.rank else model.num_trained
+    return adapter_parameters(trainer, model, _WHOLE, 0) if trainer.lora.rank else model.num_parameters
 
 
 def product_parameters(model: Architecture, layout: Layout, pp: int) -> int:

@@ -145,24 +145,6 @@ def test_a_ledger_in_runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert_fails(host.check_ledger(disk.path), FAIL, "Read-only", "set runs_dir to a local disk")
 
 
-def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {"free": 100 * GIB}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(**free))
-    config = config_with(runs_dir=tmp_path / "not" / "yet", checkpoint={"save_freq": 1, "max_ckpts_to_keep": 3})
-    assert str(tmp_path) in host.check_disk(config).result
-    for verdict, left in ((OK, 100 * GIB), (WARN, 5 * GIB), (FAIL, GIB // 2)):
-        free["free"] = left
-        assert host.check_disk(None).verdict is host.check_disk(config).verdict is verdict
-    # Four checkpoints and an export of a model of 8 GiB of parameters.
-    monkeypatch.setattr(host, "planned_model", lambda config: SimpleNamespace(num_parameters=8 * GIB))
-    free["free"] = 8 * (4 * 14 + 4) * GIB - 1
-    assert_fails(host.check_disk(config), FAIL, "the run needs 480.00", "max_ckpts_to_keep")
-    free["free"] = 2 * 8 * (4 * 14 + 4) * GIB
-    assert host.check_disk(config).verdict is OK
-    monkeypatch.undo()
-    assert "not known" in host.check_disk(config_with().model_copy(update={"model": "elsewhere"})).result
-
-
 def test_sandbox() -> None:
     broken = ("-c", "import sys; sys.exit('bwrap: no namespaces')")
     assert_fails(host.check_sandbox(None, broken), WARN, "bwrap: no namespaces", "bubblewrap")
