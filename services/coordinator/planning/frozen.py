@@ -57,6 +57,12 @@ def frozen_models(config: AnyConfig, policy: Architecture | MeasuredModel, *, is
             yield _frozen(config, name, *sized, is_gpu=is_gpu)
 
 
+def is_shared(config: AnyConfig, name: str) -> bool:
+    """Returns whether the run has a model of a section, on the policy's ranks."""
+    section = role_section(config, name)
+    return section is not None and section.deployment == "shared"
+
+
 def sized_model(
     config: AnyConfig, name: str, policy: Architecture | MeasuredModel
 ) -> tuple[TrainerConfig, Architecture | MeasuredModel] | None:
@@ -88,8 +94,6 @@ def _frozen(
     config: AnyConfig, name: str, settings: TrainerConfig, model: Architecture | MeasuredModel, *, is_gpu: bool
 ) -> FrozenModel:
     as_policy, weight = config.model_copy(update={"trainer": settings}), weight_bytes(settings, is_gpu=is_gpu)
-    section = role_section(config, name)
-    is_shared = section is not None and section.deployment == "shared"
     if settings.strategy == "fsdp" or isinstance(model, MeasuredModel):
         layout = Layout(settings.num_ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=settings.num_ranks)
         weights = weight * -(-model.num_parameters // settings.num_ranks)
@@ -101,4 +105,6 @@ def _frozen(
         is_away = "params" in settings.megatron.offloads
     results = (microbatch_memory(as_policy, model, layout, pp, is_gpu=is_gpu).forward for pp in range(layout.pp))
     here, back = (0, weights) if is_away else (weights, 0)
-    return FrozenModel(name, model.num_parameters, settings.num_ranks, is_shared, here, max(results) + besides + back)
+    return FrozenModel(
+        name, model.num_parameters, settings.num_ranks, is_shared(config, name), here, max(results) + besides + back
+    )

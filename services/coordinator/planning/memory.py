@@ -9,7 +9,7 @@ depend on it.
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.config.layout import Layout
 from services.common.config.load import AnyConfig
@@ -29,7 +29,7 @@ from services.coordinator.planning.activations import (
     stage_parameters,
     weight_bytes,
 )
-from services.coordinator.planning.frozen import frozen_models
+from services.coordinator.planning.frozen import frozen_models, is_shared, sized_model
 from services.coordinator.planning.measured import MeasuredModel
 
 Model = Architecture | MeasuredModel
@@ -71,15 +71,22 @@ class Memory:
     offloads: frozenset[str] = frozenset()
     gradient_copies: int = 0
     """Float32 copies of bfloat16 gradients, which exist from an optimizer step to the next backward pass."""
+    critic: "Memory | None" = None
+    """Of a critic on the same rank, whose update is a phase of its own."""
 
     @property
     def activations(self) -> int:
         return self.microbatch.activations
 
     @property
+    def critic_state(self) -> int:
+        return self.critic.idle if self.critic else 0
+
+    @property
     def phases(self) -> dict[str, int]:
-        """Returns the peak of each phase of a step: forward without gradients, backward, optimizer and publication."""
-        always = self.base + self.weights + self.reference + self.teacher
+        """Returns the peak of each phase of a step: forward without gradients, backward, optimizer, publication, and
+        the whole update of a critic."""
+        always = self.base + self.weights + self.reference + self.teacher + self.critic_state
         state = 0 if "optimizer" in self.offloads else self.optimizer
         gradients = 0 if "grads" in self.offloads else self.gradients
         kept = int(self.microbatch.activations * self.in_flight) + self.microbatch.holes
@@ -92,6 +99,8 @@ class Memory:
             "optimizer": always + self.optimizer + self.gradients + copies,
             "publication": always + state + gradients + copies + self.publication,
         }
+        if self.critic:
+            phases["critic"] = self.idle - self.critic_state + self.critic.peak
         return {name: max(least, num_bytes) for name, num_bytes in phases.items()}
 
     @property
@@ -103,7 +112,7 @@ class Memory:
         """Returns the bytes that stay on the device between updates."""
         parts = {"params": self.weights, "grads": self.gradients, "optimizer": self.optimizer}
         kept = sum(size for name, size in parts.items() if name not in self.offloads)
-        return self.base + self.reference + self.teacher + self.gradient_copies + kept
+        return self.base + self.reference + self.teacher + self.critic_state + self.gradient_copies + kept
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,22 @@ def rank_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, M
     return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in range(layout.pp)}
 
 
+def critic_memory(config: AnyConfig, policy: Model, *, is_gpu: bool) -> Memory | None:
+    """Returns the memory of the critic on its rank that has most, or None if the run has none. It counts as a policy
+    with an output layer in place of its head, which is a little too much. `policy` is the model of one that names none.
+
+    Raises:
+        NotFound: The critic's model has no config.json on this host.
+    """
+    sized = sized_model(config, "critic", policy)
+    if sized is None:
+        return None
+    settings, model = sized
+    ranks = rank_memory(config.model_copy(update={"trainer": settings, "critic": None}), model, is_gpu=is_gpu)
+    most = max(ranks.values(), key=lambda memory: memory.peak)
+    return replace(most, base=0, reference=0, teacher=0, teacher_forward=0, publication=0)
+
+
 def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: bool) -> Memory:
     """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
     trainer, megatron = config.trainer, config.trainer.megatron
@@ -175,6 +200,7 @@ def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: boo
         microbatch=microbatch_memory(config, model, layout, pp, is_gpu=is_gpu),
         in_flight=in_flight(layout, pp),
         **_frozen(config, model, is_gpu=is_gpu),
+        critic=critic_memory(config, model, is_gpu=is_gpu) if is_shared(config, "critic") else None,
         gathered=0 if megatron.fp8 == "none" else _FLOAT8_COPIES * product_parameters(model, layout, pp),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else MEGATRON_BASE,
@@ -204,6 +230,7 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
         optimizer=_MOMENTS * own,
         microbatch=microbatch_memory(config, model, layout, 0, is_gpu=is_gpu),
         **_frozen(config, model, is_gpu=is_gpu),
+        critic=critic_memory(config, model, is_gpu=is_gpu) if is_shared(config, "critic") else None,
         gathered=weight * gathered_parameters(trainer, model),
         publication=_in_publication(config, model, is_gpu=is_gpu),
         base=0 if is_gpu else FSDP_BASE,
@@ -323,14 +350,15 @@ def colocated_phases(config: Config, model: Model, ranks: Collection[Memory]) ->
     engine = engine_weights(config, model)
     return [
         Phase("generate", 0, engine),
-        Phase("train", max(rank.phases[name] for rank in ranks for name in ("forward", "backward", "optimizer")), 0),
+        Phase("train", max(size for rank in ranks for name, size in rank.phases.items() if name != "publication"), 0),
         Phase("publish", weights + _NUM_BUFFERS * buffer_bytes(config, model), engine),
     ]
 
 
 def host_bytes(ranks: Collection[Memory]) -> int:
     """Returns the pinned host memory of a rank while the engine has the GPU; gradients are dropped."""
-    return max(rank.weights + rank.optimizer + rank.reference + rank.teacher for rank in ranks)
+    policy = max(rank.weights + rank.optimizer + rank.reference + rank.teacher for rank in ranks)
+    return policy + max(rank.critic.weights + rank.critic.optimizer if rank.critic else 0 for rank in ranks)
 
 
 def buffer_bytes(config: Config, model: Model) -> int:

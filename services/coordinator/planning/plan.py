@@ -22,13 +22,14 @@ from services.common.families.architecture import (
 )
 from services.common.families.supported import require_supported
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
-from services.coordinator.planning.frozen import frozen_models, read_model
+from services.coordinator.planning.frozen import frozen_models, is_shared, read_model
 from services.coordinator.planning.measured import MeasuredModel
 from services.coordinator.planning.memory import (
     Memory,
     Model,
     StateBytes,
     colocated_phases,
+    critic_memory,
     host_bytes,
     publication,
     rank_memory,
@@ -149,6 +150,7 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
         whole = f"all {ranks} ranks together, at their peaks" if ranks > 1 else "the rank, at its peak"
         lines.insert(0, f"{whole}: {total / 2**30:.2f} GiB")
     lines += [frozen.line for frozen in frozen_models(config, model, is_gpu=is_gpu) if not frozen.is_shared]
+    lines += _own_critic(config, model, is_gpu=is_gpu)
     if isinstance(config, SftConfig):
         lines.append(_batch(config))
     else:
@@ -193,7 +195,7 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
     and their gradients, and on CPU the holes that they leave in the heap.
     """
     unit, size = _unit(max(memory.peak for memory in memories.values()))
-    others = {"ref": "reference", "teacher": "teacher", "process": "base"}
+    others = {"ref": "reference", "teacher": "teacher", "critic": "critic_state", "process": "base"}
     others = {title: part for title, part in others.items() if any(getattr(m, part) for m in memories.values())}
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
     columns += others
@@ -231,6 +233,14 @@ def _shared(config: Config, model: Model, ranks: Collection[Memory], console: Co
         f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
         f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."
     )
+
+
+def _own_critic(config: AnyConfig, model: Model, *, is_gpu: bool) -> Iterator[str]:
+    critic = None if is_shared(config, "critic") else critic_memory(config, model, is_gpu=is_gpu)
+    if critic:
+        ranks = counted(config.models["critic"].num_ranks, "rank")
+        idle, peak = (size / 2**30 for size in (critic.idle, critic.peak))
+        yield f"critic: on {ranks} of its own, on each {idle:.2f} GiB between updates, {peak:.2f} at its peak"
 
 
 def _offloaded(config: AnyConfig) -> Iterator[str]:

@@ -186,13 +186,15 @@ def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]
     model, usable = planned_model(config), min(gpus) - _BESIDE_BYTES
     phases = memory.colocated_phases(config, model, memory.rank_memory(config, model, is_gpu=True).values())
     needed = {phase.name: phase.total for phase in phases}
+    critic = memory.critic_memory(config, model, is_gpu=True)
+    trained = max(needed["train"], critic.peak if critic else 0)  # a critic may have ranks of its own
     cache_bytes = memory.utilization(config) * min(gpus) - memory.engine_weights(config, model) - _BESIDE_BYTES
     tokens, rollout = int(cache_bytes // memory.cache_token_bytes(config, model)), config.rollout
     fits = (
-        needed["train"] <= usable * (1 - _UNCOUNTED)
+        trained <= usable * (1 - _UNCOUNTED)
         and (config.placement == "disaggregated" or needed["publish"] <= usable)
         and tokens >= rollout.completions_per_prompt * rollout.max_model_len
     )
     samples = config.data.prompts_per_step * rollout.completions_per_prompt
     at_once = min(rollout.max_samples, -(-samples // rollout.num_replicas))
-    return Proposal(overrides, needed["train"], tokens, tokens / (at_once * rollout.max_model_len), fits)
+    return Proposal(overrides, trained, tokens, tokens / (at_once * rollout.max_model_len), fits)

@@ -16,7 +16,7 @@ from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
 from services.coordinator.planning import measured
-from services.coordinator.planning.memory import rank_memory
+from services.coordinator.planning.memory import colocated_phases, host_bytes, rank_memory
 from services.coordinator.planning.plan import check_model, show_plan
 from tests.coordinator.planning.small_models import DENSE, make, sizes, write
 from tests.support import raises
@@ -107,6 +107,24 @@ def test_a_teacher_of_another_size(dense: Path, tmp_path: Path) -> None:
     (memory,) = rank_memory(config, model, is_gpu=True).values()
     assert memory == plain
     assert "teacher: 0.00" in shown(config) and "on 4 ranks of its own, on each" in shown(config)
+
+
+def test_a_critic_is_a_second_model_that_is_trained(dense: Path) -> None:
+    """With the policy's model and layout, it takes as much as the policy: on the policy's ranks, then on its own."""
+    critic = {"advantage": {"kind": "gae"}, "critic": {}}
+    policy, _ = make(dense, num_ranks=2, megatron=sizes(tp=2))
+    config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), distilled=critic)
+    (plain,), (memory,) = (rank_memory(one, model, is_gpu=True).values() for one in (policy, config))
+    assert memory.idle == 2 * plain.idle == plain.idle + memory.critic_state
+    assert memory.phases["backward"] == plain.phases["backward"] + plain.idle == memory.phases["critic"]
+    assert host_bytes([memory]) == 2 * host_bytes([plain])
+    train = colocated_phases(config, model, [memory])[1].total
+    assert train == colocated_phases(config, model, [plain])[1].total + plain.idle
+    assert "critic" in shown(config).split("Memory per rank")[1].split("\n\n")[0]
+    critic["critic"] = {"deployment": "own", "num_ranks": 4, "megatron": sizes(tp=2)}
+    config, model = make(dense, num_ranks=2, megatron=sizes(tp=2), distilled=critic)
+    (memory,) = rank_memory(config, model, is_gpu=True).values()
+    assert memory == plain and "critic: on 4 ranks of its own, on each 0.00 GiB between updates" in shown(config, 200)
 
 
 def test_a_teacher_that_is_not_here_is_named(dense: Path, tmp_path: Path) -> None:
