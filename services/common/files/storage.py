@@ -12,10 +12,11 @@ from typing import BinaryIO, cast
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.json_values import JsonObject
 
+_DENIED = {errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FIXES = {
     **dict.fromkeys(_FULL, "free space on that disk or raise the limit"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable for this user"),
+    **dict.fromkeys((errno.EROFS, *_DENIED), "make it writable for this user"),
     **dict.fromkeys((errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO), "bring the directory back"),
 }
 
@@ -37,11 +38,13 @@ def writing(path: str | Path) -> Generator[None]:
 def storage_error(
     path: str | Path, error: OSError, *, done: str = "written", rank: int | None = None
 ) -> PreconditionFailed:
-    """Returns the typed error for `error`, which happened while `path` was written or read; `rank` is the trainer's, if
+    """Returns the typed error for `error`; `done` is what the caller does with `path`, and `rank` is the trainer's, if
     known."""
     path = os.path.abspath(error.filename if isinstance(error.filename, str) and error.filename else path)
     what = error.strerror or str(error)
     fix = _FIXES.get(error.errno or 0, "check the disk")
+    if done != "written" and error.errno in _DENIED:
+        fix = "give this user access to it"
     who = "" if rank is None else f" (rank {rank})"
     return PreconditionFailed(
         f"{path} cannot be {done}: {what}{who}; {fix}, then run the same command again",

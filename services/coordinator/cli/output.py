@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from services.common.errors import LockstepError, Reason
-from services.common.files.storage import storage_error
+from services.common.files.storage import is_of_disk, storage_error
 from services.common.process import keep_files_private
 from services.coordinator.observe.console import literal_console
 
@@ -101,7 +101,8 @@ def fail(error: LockstepError | OSError | MemoryError | RuntimeError) -> NoRetur
     elif isinstance(error, RuntimeError):
         raise error
     elif error.filename:
-        line = f"{Reason.STORAGE_FAILED}: {storage_error(error.filename, error).message}"
+        done = "written" if is_of_disk(error) else "opened"  # which may have been for reading
+        line = f"{Reason.STORAGE_FAILED}: {storage_error(error.filename, error, done=done).message}"
     elif error.errno in _OF_STREAMS:
         line = f"{Reason.STORAGE_FAILED}: standard output cannot be written: {error.strerror}"
         to_null(sys.stdout)

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from services.common.errors import DataLoss, LockstepError, NotFound
+from services.common.files.storage import storage_error
 from services.coordinator.runs.database import Database, damaged, reading
 from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger, checked_row
 
@@ -40,6 +41,7 @@ class LedgerReader(Ledger):
 
     Raises:
         NotFound: `run_dir` holds no run.
+        PreconditionFailed: STORAGE_FAILED: this user may not read the file.
         Unavailable: STORAGE_FAILED: another process keeps the file from being read.
         DataLoss: The ledger is empty or damaged.
     """
@@ -89,8 +91,11 @@ class LedgerReader(Ledger):
 
 def _mode(path: Path) -> str:
     """Returns how to open the ledger at `path`, so that reading it creates no file."""
-    with path.open("rb") as file:
-        uses_wal = file.read(20)[18:19] == b"\2"  # of SQLite's header
+    try:
+        with path.open("rb") as file:
+            uses_wal = file.read(20)[18:19] == b"\2"  # of SQLite's header
+    except OSError as error:
+        raise storage_error(path, error, done="read") from error
     journal, wal = (path.with_name(f"{path.name}-{kind}") for kind in ("journal", "wal"))
     if uses_wal and not wal.exists():
         return "ro&immutable=1"  # without a write-ahead log, SQLite would create one; an existing one has to be read

@@ -1,6 +1,7 @@
 """Tests what the command says about itself."""
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -82,9 +83,17 @@ def test_a_runs_own_config_is_relative_to_where_it_was_started(
     assert isinstance(error, NotFound) and words in str(error) and f"add {key}=PATH" in str(error)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
-def test_a_host_without_memory_is_a_reason_and_no_traceback(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "OUT_OF_MEMORY: "),
+        (RuntimeError("can't start new thread"), "OUT_OF_MEMORY: "),
+        (OSError(errno.ENOSPC, "full", "/a"), "STORAGE_FAILED: /a cannot be written: full; free space on"),
+        (OSError(errno.EACCES, "denied", "/a"), "STORAGE_FAILED: /a cannot be opened: denied; give this user access"),
+    ],
+)
+def test_an_error_of_the_host_is_a_reason_and_no_traceback(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def app() -> None:
         raise error
@@ -93,7 +102,7 @@ def test_a_host_without_memory_is_a_reason_and_no_traceback(
     with pytest.raises(SystemExit) as ended:
         main.main()
     assert ended.value.code == 2
-    assert capfd.readouterr().err.startswith("lockstep: error: OUT_OF_MEMORY: ")
+    assert capfd.readouterr().err.startswith(f"lockstep: error: {line}")
 
 
 def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Tests `lockstep report`: the page shows everything about a run, and text from a model is never parsed as HTML."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from services.common.batches.batch import SAMPLE_SCHEMA
-from services.common.errors import NotFound
+from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.observe.report import curves, samples
 from services.coordinator.observe.report.page import gather, render, write_report
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
@@ -240,6 +242,13 @@ def test_a_directory_without_a_run_and_a_damaged_one(run_dir: Path, tmp_path: Pa
         write_report(tmp_path / "runs" / "nope")
     with raises(NotFound, field="out"):
         write_report(run_dir, tmp_path / "nowhere" / "page.html")
+    with raises(InvalidInput, field="out"):
+        write_report(run_dir, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        denied = PermissionError(errno.EACCES, "Permission denied")
+        patch.setattr(Path, "open", Mock(side_effect=denied))
+        with pytest.raises(LockstepError, match=r"ledger.sqlite cannot be read: Permission denied; give this user acc"):
+            gather(run_dir)
     moved = tmp_path / "run"
     shutil.copytree(run_dir, moved)
     with (moved / "metrics.jsonl").open("a") as file:

@@ -262,7 +262,11 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
     if str(path).startswith("hf:"):
         path = dataset_file(str(path), field)
     form = Path(path.name.lower().removesuffix(".gz")).suffix
-    if form != ".parquet" and path.is_file() and not _is_parquet(path):
+    try:
+        is_text = form != ".parquet" and path.is_file() and not _is_parquet(path)
+    except OSError as error:
+        raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+    if is_text:
         if form in _FORMS:
             return _read_text_rows(path, form, field=field, max_rows=max_rows)
         forms = f"{', '.join(_FORMS)} (these also with .gz)"

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from services.common.errors import LockstepError, NotFound
+from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, samples, summary
 from services.coordinator.observe.report.curves import Row, number, steps_of, thin
@@ -146,11 +146,14 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises:
         NotFound: `run_dir` holds no run, or the directory of `out` does not exist.
+        InvalidInput: `out` is a directory.
         DataLoss: The ledger is damaged.
     """
     path = out or run_dir / "report.html"
     if out and not out.parent.is_dir():
         raise NotFound(f"--out: {out.parent} does not exist", field="out")
+    if path.is_dir():
+        raise InvalidInput(f"--out: {path} is a directory; name a file, such as {path / 'report.html'}", field="out")
     page = render(gather(run_dir))
     # Lone surrogates, which occur only in damaged text, cannot be encoded.
     path.write_text(page, encoding="utf-8", errors="replace")

@@ -1,11 +1,13 @@
 """Files of rows: JSON Lines gives the rows that Parquet gives, and what cannot be read is named by line."""
 
+import errno
 import gzip
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,9 +108,14 @@ def test_parquet_is_known_by_its_content(tmp_path: Path, name: str) -> None:
     assert rows_of(tmp_path / name) == [{"a": 1}]
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with raises(NotFound, field="data.train"):
         read_rows(tmp_path / "none.jsonl", field="data.train")
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    denied = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "mine.jsonl"))
+    monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
+    with pytest.raises(InvalidInput, match=r"data.train: .*mine.jsonl cannot be read: Permission denied"):
+        read_rows(tmp_path / "mine.jsonl", field="data.train")
 
 
 def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
