@@ -67,9 +67,7 @@ class RunInProgress(Reporter):
             self.state.error = "{}: {}".format(*described(error))
         else:
             outcome = self._session.result()
-            if self._run is None:  # it was finished before, and the loop has not begun
-                self._events = read_events(Path(self.state.run_dir), up_to=outcome.version)
-                self.state.version = outcome.version
+            self.state.version = outcome.version
             self.state.num_steps, is_done = outcome.num_steps, outcome.version >= outcome.num_steps
             self.state.state = pb.RUN_STATE_FINISHED if is_done else pb.RUN_STATE_STOPPED
             self.state.export_path = str(outcome.export_path or "")
@@ -152,7 +150,10 @@ class RunInProgress(Reporter):
             try:
                 # Tokenizing takes seconds; in a thread it blocks neither the event loop nor the other runs.
                 data = await asyncio.to_thread(load_data, self.config, self.addresses)
-                return await run_session(self.config, self.addresses, self, data)
+                outcome = await run_session(self.config, self.addresses, self, data)
+                if self._run is None:  # it was finished before, and the loop has not begun
+                    self._events = read_events(Path(self.state.run_dir), up_to=outcome.version)
+                return outcome
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
                 raise

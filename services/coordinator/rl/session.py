@@ -141,11 +141,12 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     evaluated = run.record.ledger.last(Kind.SCORED)
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment, evaluated)
     frontend.say(run.describe_start(version, trainer.opened.version))
+    written = files(run, version)  # before the frontend reads them: this repairs what an earlier session has left
     shown = frontend.begin(run, version)
     freq = config.observability.sample_freq
     samples = [LastSample(config.run_dir, data.tokenizer.decode, shown, freq)] if freq else []
     run.clock.lanes |= {"generate": services.rollout.busy, "score": services.reward.busy, "train": trainer.busy}
-    run.begin(version, [*files(run, version), *samples, shown])
+    run.begin(version, [*written, *samples, shown])
     return LoopContext(
         data=data.train,
         eval_data=data.eval,

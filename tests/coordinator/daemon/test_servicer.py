@@ -159,11 +159,17 @@ async def test_a_stop_lets_the_step_end_and_a_new_daemon_goes_on_from_there(here
     assert found == first[-1].run
     assert steps(await here.watched()) == [1, 2]
     fakes.trainer.hold_after(1000)
-    await here.run(fakes)
+    metrics = here.runs.directory / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"\xff" + metrics.read_bytes())
+    await here.run(fakes)  # which takes the damaged line from the ledger
     again = await here.watched()
     assert (steps(again), again[-1].run.state) == (ALL_STEPS, FINISHED)
     assert again[-1].run.run_id == first[-1].run.run_id
     assert (await Runs(here.runs.directory).get("run")).state == FINISHED
+    metrics.write_bytes(b"\xff" + metrics.read_bytes())
+    await here.run(fakes)  # which has nothing left to do
+    await until(lambda: not here.runs.running)
+    assert "line 1 of" in (await here.coordinator.get("run")).error
 
 
 async def test_a_stop_that_does_not_wait(here: Daemon, fakes: Fakes):
