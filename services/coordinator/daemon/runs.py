@@ -24,6 +24,7 @@ from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.daemon.history import event_of, is_news, read_events, read_run, state_name, to_message
 from services.coordinator.daemon.logs import logging_to, read_log
 from services.coordinator.data.groups import Conversation
+from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.inputs import check_weights
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.observe.frontend import Outcome
@@ -148,7 +149,8 @@ class RunInProgress(Reporter):
     async def _run_session(self) -> Outcome:
         with logging_to(self.config):
             try:
-                # Tokenizing takes seconds; in a thread it blocks neither the event loop nor the other runs.
+                # Both take seconds or more; in a thread they block neither the event loop nor the other runs.
+                self.config = await asyncio.to_thread(_with_models, self.config, self.addresses)
                 data = await asyncio.to_thread(load_data, self.config, self.addresses)
                 outcome = await run_session(self.config, self.addresses, self, data)
                 if self._run is None:  # it was finished before, and the loop has not begun
@@ -299,8 +301,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
         config, addresses = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
         addresses.require_own(config)
-        await asyncio.to_thread(check_model, config)
-        await asyncio.to_thread(check_weights, config, addresses)
+        await asyncio.to_thread(_check_models, config, addresses)
         return pb.StartRunResponse(run=self._runs.start(config, addresses))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
@@ -345,6 +346,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async with aclosing(read_log(logs, request.service or "coordinator", request.offset, until)) as answers:
             async for answer in answers:
                 yield answer
+
+
+def _check_models(config: Config, addresses: Addresses) -> None:
+    """Checks the models that are here. Of those on the Hub only small files are fetched: a call must not take long."""
+    local = config if addresses.trainer else with_local_models(config, has_weights=False)
+    check_model(local)
+    check_weights(local, addresses, may_download=True)
+
+
+def _with_models(config: Config, addresses: Addresses) -> Config:
+    """Returns `config` with directories in place of models on the Hub, if the trainer is started here."""
+    local = config if addresses.trainer else with_local_models(config)
+    check_weights(local, addresses)
+    return local
 
 
 def _replica(listed: ListedReplica) -> pb.Replica:

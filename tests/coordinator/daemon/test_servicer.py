@@ -18,7 +18,8 @@ from services.coordinator.daemon import runs as runs_module
 from services.coordinator.daemon.client import Coordinator, follow
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.fleet.launch import Addresses
-from tests.coordinator.daemon.harness import NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
+from services.coordinator.observe.frontend import Outcome
+from tests.coordinator.daemon.harness import MODEL, NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
 from tests.support import PATIENCE_S, raises, until
 
 STARTING, STOPPING, FINISHED = pb.RUN_STATE_STARTING, pb.RUN_STATE_STOPPING, pb.RUN_STATE_FINISHED
@@ -137,6 +138,27 @@ async def test_what_cannot_be_started_is_refused_with_the_reason(here: Daemon, f
     here.runs.is_ending = True
     with raises(Unavailable):
         await here.run(fakes, name="late")
+
+
+async def test_a_model_on_the_hub_is_fetched_for_a_trainer_that_is_started_here(
+    here: Daemon, fakes: Fakes, monkeypatch
+):
+    asked, ran = list[bool](), list[str]()
+
+    def local_model(model: str, *, has_weights: bool, field: str) -> str:
+        asked.append(has_weights)
+        return str(MODEL)
+
+    async def run_session(config: Config, *_: object) -> Outcome:
+        ran.append(config.model)
+        return Outcome(config.run_dir, NUM_STEPS, NUM_STEPS, [], None)
+
+    monkeypatch.setattr("services.coordinator.data.reading.hub.local_model", local_model)
+    monkeypatch.setattr(runs_module, "run_session", run_session)
+    config = Config(**run_settings(here.directory, model="owner/name"))
+    await here.coordinator.start(config, Addresses(fakes.given.rollout, fakes.given.reward))
+    assert (await here.watched())[-1].run.state == FINISHED
+    assert (asked, ran) == ([False, True], [str(MODEL)])
 
 
 async def test_a_stop_lets_the_step_end_and_a_new_daemon_goes_on_from_there(here: Daemon, fakes: Fakes):
