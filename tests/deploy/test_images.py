@@ -1,4 +1,4 @@
-"""Images, compose and Kubernetes files: what can be said of them without an engine that runs them."""
+"""Images, compose, Kubernetes and Slurm files: what can be said of them without an engine that runs them."""
 
 import json
 import re
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import packages_distributions
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +214,15 @@ def test_the_sandbox_gets_the_calls_that_engines_refuse_by_default() -> None:
     assert not refused & {"clone", "clone3", "mount", "umount2", "pivot_root", "sethostname"}
     assert {rule["action"] for rule in profile["syscalls"]} == {"SCMP_ACT_ERRNO"}
     assert {"bpf", "keyctl", "init_module", "kexec_load", "setns", "ptrace"} < refused
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [("a", "8"), ("a b", "1")])
+def test_a_job_without_a_node_or_gpus_for_replicas_is_refused(nodes: str, gpus: str, tmp_path: Path) -> None:
+    for command in ("scontrol", "srun", "lockstep"):
+        (tmp_path / command).write_text(f"#!/bin/sh\nprintf '%s\\n' {nodes}\n")
+        (tmp_path / command).chmod(0o700)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n", "SLURM_GPUS_PER_NODE": gpus}
+    env |= {"TENSOR_PARALLEL_SIZE": "2", "SLURM_CPUS_PER_TASK": "2", "SLURM_JOB_ID": "1"}
+    job = ["bash", DEPLOY / "slurm" / "lockstep.sbatch", "certs", "run.yaml"]
+    ended = subprocess.run(job, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, "give --nodes 2 or more" in ended.stderr) == (2, True)
