@@ -93,8 +93,8 @@ class OpenRole:
         if in_a_row == MAX_SKIPPED:
             raise PreconditionFailed(
                 f"the gradients of {MAX_SKIPPED} batches in a row are not finite, the last of batch {header.batch_id}; "
-                "nothing of them was applied; look at the samples of these steps, lower optim.lr, or go back to an "
-                "earlier checkpoint",
+                "nothing of them was applied; look at the samples of these steps, or go back with resume= and an "
+                "earlier checkpoint, for a lower optim.lr in a run of another name",
                 reason=Reason.NONFINITE_GRADIENT,
             )
         version, digests, values = self.state.version + 1, self.state.digests, header_values(header)
