@@ -52,30 +52,33 @@ async def train(config: Config, on_step: OnStep, given: Addresses | None = None)
     given = given or Addresses()
     data = load_data(config, given)
     assert data is not None, "this host has the model"
-    with recorded_run(config, None) as run:  # makes the run's directory, with ledger.sqlite and the services' logs
-        async with running_services(run, given) as addresses, open_services(run, addresses) as services:
-            publisher = Publisher(services.trainer, services.rollout, run)
-            first = services.trainer.opened.version  # 0, unless the run resumes from a checkpoint
-            run.begin(first, files(run, first))
-            collector = Collector(services.rollout, services.reward, data.tokenizer, config.seed)
-            stamp = await publisher.publish(first)  # the engines start with random weights
-            for step in range(first, config.num_steps):
-                request = PromptRequest(config.rollout.completions_per_prompt, config.rollout.sampling, stamp, step)
-                sampling = collector.params(request, request.sampling.max_tokens)  # all its keys, as a message
-                groups = await gather(
-                    sample_and_score(config, services, data.tokenizer, (index, prompt), stamp, sampling)
-                    for index, prompt in enumerate(data.train.batch(step))
-                )
-                batch = with_advantages(to_batch(config, groups), config)
-                collected = CollectedBatch(batch, step, stamp, {}, {}, data.train.digest, len(data.train), kl=None)
-                run.record.record_batch(collected)  # {}: no group was selected, all of them are trained on
-                # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
-                version, metrics = await services.trainer.train(batch, run.batch_id(stamp.version), stamp)
-                on_step(stamp, batch, metrics)
-                # From here on no replica serves the old weights, so every sample is from the policy that it updates.
-                stamp = await publisher.publish(version)
-                of_update = {f"train/{name}": value for name, value in metrics.items()}
-                run.finish_step(version, batch_metrics(batch) | of_update)
+    async with (
+        recorded_run(config, None) as run,  # makes the run's directory, with ledger.sqlite and the services' logs
+        running_services(run, given) as addresses,
+        open_services(run, addresses) as services,
+    ):
+        publisher = Publisher(services.trainer, services.rollout, run)
+        first = services.trainer.opened.version  # 0, unless the run resumes from a checkpoint
+        run.begin(first, files(run, first))
+        collector = Collector(services.rollout, services.reward, data.tokenizer, config.seed)
+        stamp = await publisher.publish(first)  # the engines start with random weights
+        for step in range(first, config.num_steps):
+            request = PromptRequest(config.rollout.completions_per_prompt, config.rollout.sampling, stamp, step)
+            sampling = collector.params(request, request.sampling.max_tokens)  # all its keys, as a message
+            groups = await gather(
+                sample_and_score(config, services, data.tokenizer, (index, prompt), stamp, sampling)
+                for index, prompt in enumerate(data.train.batch(step))
+            )
+            batch = with_advantages(to_batch(config, groups), config)
+            collected = CollectedBatch(batch, step, stamp, {}, {}, data.train.digest, len(data.train), kl=None)
+            run.record.record_batch(collected)  # {}: no group was selected, all of them are trained on
+            # The id makes the call safe to repeat: the trainer applies a batch once, however often it arrives.
+            version, metrics = await services.trainer.train(batch, run.batch_id(stamp.version), stamp)
+            on_step(stamp, batch, metrics)
+            # From here on no replica serves the old weights, so every sample is from the policy that it updates.
+            stamp = await publisher.publish(version)
+            of_update = {f"train/{name}": value for name, value in metrics.items()}
+            run.finish_step(version, batch_metrics(batch) | of_update)
     return stamp
 
 

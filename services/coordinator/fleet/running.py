@@ -7,9 +7,9 @@ import contextvars
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, contextmanager
-from typing import Generic, Self
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Generic, Never, Self
 
 from lockstep.progress.v1 import progress_pb2 as pb
 from lockstep.progress.v1.progress_pb2_grpc import ProgressServiceServicer, ProgressServiceStub
@@ -114,11 +114,14 @@ log = logging.getLogger(__name__)
 _EXIT_ERROR_TIMEOUT_S = 20.0
 
 
-@contextmanager
-def recorded_run(config: ConfigT, console: Console | None, start: Start | None = None) -> Iterator[Run[ConfigT]]:
+@asynccontextmanager
+async def recorded_run(
+    config: ConfigT, console: Console | None, start: Start | None = None
+) -> AsyncIterator[Run[ConfigT]]:
     """Opens the run's record, its log and its watchers, and keeps a history of its calls (rpc/history).
 
-    Calls in the block share a new fencing token (rpc/fence.py).
+    Calls in the block share a new fencing token (rpc/fence.py). Watchers are opened and closed in a thread, because a
+    tracker may take minutes, and a daemon has other runs.
 
     Args:
         config: The run's config; `start` may be that of another.
@@ -130,24 +133,38 @@ def recorded_run(config: ConfigT, console: Console | None, start: Start | None =
     """
     start = start or open_run(config)
     try:
-        opened = Run(config, start)
+        run = Run(config, start)
     except BaseException:
         start.ledger.close()
         raise
-    history = keeping(config.run_dir / HISTORY, opened.run_id, start.ledger.num_rows())
-    with closing(opened) as run, within(run=run.run_id), new_token(config.timeouts.lease_s), history:
-        if console is not None:
-            log_to(config, console)
-            run.reporters.add([StageLines(console)])
-        run.reporters.add([OpeningTimes(run.clock), *watchers(run)])
-        try:
-            yield run
-        except Exception as error:
-            run.record_failure(error)
-            raise
-        except BaseException:
-            run.ending = Ending.INTERRUPTED
-            raise
+    history = keeping(config.run_dir / HISTORY, run.run_id, start.ledger.num_rows())
+    try:
+        with within(run=run.run_id), new_token(config.timeouts.lease_s), history:
+            if console is not None:
+                log_to(config, console)
+                run.reporters.add([StageLines(console)])
+            run.reporters.add([OpeningTimes(run.clock)])
+            await _until_done(asyncio.to_thread(lambda: run.reporters.add(watchers(run))))
+            try:
+                yield run
+            except Exception as error:
+                run.record_failure(error)
+                raise
+            except BaseException:
+                run.ending = Ending.INTERRUPTED
+                raise
+    finally:
+        await run.aclose()
+
+
+async def _until_done(opening: Coroutine[object, Never, None]) -> None:
+    """Waits for `opening`, also if this task is canceled meanwhile: what is opened must be closed."""
+    task = asyncio.create_task(opening)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 @asynccontextmanager

@@ -182,9 +182,11 @@ async def replay_session(
         if has_critic:
             config = config.model_copy(update={"critic": recorded.critic})
         services = [_SERVICES[part] for part in what if part in _SERVICES]
-        with recorded_run(config, console, start) as run:
-            async with running_services(run, external, services=services, sharing=recorded) as addresses:
-                return await session.run(run, addresses)
+        async with (
+            recorded_run(config, console, start) as run,
+            running_services(run, external, services=services, sharing=recorded) as addresses,
+        ):
+            return await session.run(run, addresses)
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:

@@ -137,12 +137,11 @@ async def eval_session(config: Config, external: Addresses, console: Console) ->
     data = load_if_local(
         config, partial(_load, tools=known_tools(config, external)), model_is_remote=bool(external.trainer)
     )
-    with recorded_run(config, console) as run:
-        async with running_services(run, external) as addresses:
-            evaluated = run.resume_from or config.model
-            console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
-            async with open_services(run, addresses) as services:
-                return await _evaluate(run, services, data, evaluated)
+    async with recorded_run(config, console) as run, running_services(run, external) as addresses:
+        evaluated = run.resume_from or config.model
+        console.print(f"evaluating {evaluated} in {config.run_dir}", soft_wrap=True)
+        async with open_services(run, addresses) as services:
+            return await _evaluate(run, services, data, evaluated)
 
 
 def show_evaluation(evaluation: Evaluation, console: Console) -> None:

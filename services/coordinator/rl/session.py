@@ -70,13 +70,14 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
         loaded = data or load_data(config, external)
         while True:
             await await_ledger(sessions.config)
-            with sessions.repeating(), recorded_run(sessions.config, frontend.console) as run:
-                if outcome := outcome_if_finished(run, frontend.say):
-                    return outcome
-                if loaded and loaded.tools is not None:
-                    run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
-                async with sessions.running_services(run) as addresses:
-                    return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
+            with sessions.repeating():
+                async with recorded_run(sessions.config, frontend.console) as run:
+                    if outcome := outcome_if_finished(run, frontend.say):
+                        return outcome
+                    if loaded and loaded.tools is not None:
+                        run.record.require_same_data(loaded.train.digest, loaded.other_digests(config))
+                    async with sessions.running_services(run) as addresses:
+                        return await _run_once(run, addresses, sessions.restarts, frontend, loaded)
 
 
 async def _run_once(

@@ -1,5 +1,6 @@
 """A run in progress: its config, its version, its record, its clock and its checkpoints; and what restarts it."""
 
+import asyncio
 import logging
 import time
 from collections import defaultdict, deque
@@ -202,14 +203,28 @@ class Run(Generic[ConfigT]):
 
     def close(self) -> None:
         """Closes the reporters and the ledger. A save in progress is not recorded."""
+        self._end()
+        self._close_reporters()
+        self.record.ledger.close()
+
+    async def aclose(self) -> None:
+        """Does what `close` does, and waits for the reporters in a thread, because a tracker may take a minute."""
+        self._end()
+        try:
+            await asyncio.to_thread(self._close_reporters)
+        finally:
+            self.record.ledger.close()
+
+    def _end(self) -> None:
         self.is_closed = True
         self.checkpoints.abandon()
         self.clock.close()
+
+    def _close_reporters(self) -> None:
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
         self.reporters.tell(lambda reporter: reporter.note_ending(ending))
         self.reporters.tell(lambda reporter: reporter.close())
-        self.record.ledger.close()
 
 
 def _due(version: int, freq: int, num_steps: int) -> bool:

@@ -159,7 +159,7 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
 async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftData | None) -> Outcome:
     config = sessions.config
     await await_ledger(config)
-    with recorded_run(config, console) as run:
+    async with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train, data.held_out)
         if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):

@@ -60,8 +60,10 @@ class FakeWandb(ModuleType):
         self.runs: list[dict[str, Any]] = []
         self.calls: list[tuple[Any, ...]] = []
         self.Settings = dict
+        self.gate: threading.Event | None = None
 
     def init(self, **arguments: Any) -> "FakeWandb":
+        assert self.gate is None or self.gate.wait(PATIENCE_S)
         self.runs.append(arguments)
         return self
 
@@ -72,6 +74,7 @@ class FakeWandb(ModuleType):
         self.calls.append(("log", numbers))
 
     def finish(self, *, exit_code: int | None = None) -> None:
+        assert self.gate is None or self.gate.wait(PATIENCE_S)
         self.calls.append(("finish",) if exit_code is None else ("finish", exit_code))
 
 
@@ -333,18 +336,23 @@ def test_a_tracker_that_hangs_at_its_start_is_refused(
     ],
     ids=repr,
 )
-def test_trackers_learn_how_the_run_ended(
+async def test_trackers_learn_how_the_run_ended_and_other_runs_go_on_meanwhile(
     tmp_path: Path, wandb: FakeWandb, mlflow: FakeMlflow, end: Any, exit_code: tuple[int, ...], status: str
 ):
     trackers = [{"kind": "wandb"}, {"kind": "mlflow", "uri": "http://h:5000"}]
     config = make_config(name="run", runs_dir=tmp_path, observability={"trackers": trackers})
-    with contextlib.suppress(BaseException), recorded_run(config, None) as run:
-        run.begin(0, ())
-        report(run, 1)
-        run.stopping = end == "stop"
-        if isinstance(end, BaseException):
-            raise end
-        run.version = 1 if run.stopping else run.num_steps
+    wandb.gate, loop = threading.Event(), asyncio.get_running_loop()
+    with contextlib.suppress(BaseException):
+        loop.call_soon(wandb.gate.set)  # as soon as the run does not hold the event loop
+        async with recorded_run(config, None) as run:
+            wandb.gate.clear()
+            loop.call_soon(wandb.gate.set)
+            run.begin(0, ())
+            report(run, 1)
+            run.stopping = end == "stop"
+            if isinstance(end, BaseException):
+                raise end
+            run.version = 1 if run.stopping else run.num_steps
     assert wandb.calls[-1] == ("finish", *exit_code)
     (kept,) = mlflow.runs.values()
     assert kept["status"] == status
