@@ -78,7 +78,7 @@ async def train(config: Config, on_step: OnStep, given: Addresses | None = None)
             # From here on no replica serves the old weights, so every sample is from the policy that it updates.
             stamp = await publisher.publish(version)
             of_update = {f"train/{name}": value for name, value in metrics.items()}
-            run.finish_step(version, batch_metrics(batch) | of_update)
+            run.finish_step(version, batch_metrics(batch) | of_update | run.clock.metrics())
     return stamp
 
 
@@ -137,13 +137,11 @@ def with_advantages(batch: pa.Table, config: Config) -> pa.Table:
     lengths = [len(tokens) for tokens in batch["tokens"]]
     per_token = [np.full(length, one, np.float32) for length, one in zip(lengths, advantages.flat, strict=True)]
     column = batch.schema.get_field_index("advantages")
-    field = batch.schema.field(column)
-    return batch.set_column(column, field, pa.array(per_token, field.type))
+    return batch.set_column(column, batch.schema.field(column), pa.array(per_token, pa.list_(pa.float32())))
 
 
 def show(stamp: PolicyStamp, batch: pa.Table, metrics: Mapping[str, float]) -> None:
-    reward, norm = np.mean(batch["reward"].to_numpy()), metrics["grad_norm"]
-    step = stamp.version + 1
+    step, reward, norm = stamp.version + 1, np.mean(batch["reward"].to_numpy()), metrics["grad_norm"]
     sys.stdout.write(f"step {step}: reward {reward:.3f}, gradient norm {norm:.3f}, sampled from {stamp.digest}\n")
 
 

@@ -15,6 +15,8 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.coordinator.fleet.launch import Addresses
+from services.coordinator.observe.report.curves import read_metrics, steps_of
+from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path
 from tests.e2e.lockstep_command import Lent, invoke, make_sums
 from tests.support import ROOT, raises
@@ -57,6 +59,8 @@ async def test_a_loop_by_hand_is_the_run_to_the_last_bit(
 
     assert [stamp.version for stamp, _ in steps] == list(range(NUM_STEPS)) and trained.version == NUM_STEPS
     assert len({stamp.digest for stamp in (*(stamp for stamp, _ in steps), trained)}) == NUM_STEPS + 1
+    steps_of_report, _ = read_metrics(Path("runs/by-hand/metrics.jsonl"), LedgerReader(Path("runs/by-hand")))
+    assert len(steps_of(steps_of_report)) == NUM_STEPS
     assert published(Path("runs/by-hand")) == published(Path("runs/run"))
     for stamp, batch in steps:
         recorded = pq.read_table(batch_path(Path("runs/run"), stamp.version))

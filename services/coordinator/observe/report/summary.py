@@ -55,7 +55,7 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
         "held-out": _held_out(ledger),
         "early stopping": "",
-        "error": f"{failed['reason']}: {failed['message'].splitlines()[0]}" if failed else "",
+        "error": f"{failed['reason']}: {failed['message'].partition(chr(10))[0]}" if failed else "",
         "seed": str(config.get("seed", "")),
         "config digest": hashlib.sha256(opened["config"].encode()).hexdigest(),
         "data digest": (ledger.last(Kind.COLLECTED) or {}).get("dataset", ""),
