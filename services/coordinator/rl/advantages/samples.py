@@ -222,7 +222,7 @@ def _turns(batch: pa.Table, sample: int, first_S: np.ndarray, offsets_R: np.ndar
 def num_trained_samples(batch: pa.Table) -> int:
     """Returns the number of samples that have a trained token."""
     offsets_R = np.concatenate([[0], np.cumsum(pc.list_value_length(batch["tokens"]).to_numpy())])
-    return np.count_nonzero(_trained_counts(trained_mask(batch), offsets_R[begins_of_samples(batch)]))
+    return int(np.count_nonzero(_trained_counts(trained_mask(batch), offsets_R[begins_of_samples(batch)])))
 
 
 def per_token(batch: pa.Table, name: str, why: str) -> np.ndarray:
