@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import cast
 
 from services.common.config.load import AnyConfig, is_override
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
+from services.coordinator.data.reading.hub import hub_name
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger
 from services.coordinator.runs.reader import LedgerReader
@@ -292,7 +294,7 @@ def require_saved(manifest: Path, digest: str) -> None:
 
 
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
-    now = json.loads(config.model_dump_json())
+    now, before = _with_hub_names(json.loads(config.model_dump_json())), _with_hub_names(before)
     different = list(differences(now, before))
     changed = [key for key in different if not _is_below(key, _MAY_CHANGE) and not _has_grown(key, now, before)]
     if changed:
@@ -301,9 +303,11 @@ def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) 
         from_there = f" with resume={path} to continue from that checkpoint" if path else ""
         if path and any(_is_below(key, _IN_CHECKPOINT) for key in changed):
             from_there = f" whose model is an export of {path} (lockstep export)"
+        models = " ".join(_earlier_revisions(changed, now, before))
+        same = f" ({models}: the Hub has another revision now)" if models else ""
         raise PreconditionFailed(
             f"{config.run_dir} was started with another {', '.join(changed)} (see its config.json); "
-            f"use the same config, or another name{from_there}"
+            f"use the same config{same}, or another name{from_there}"
         )
     if rounding := [key for key in different if _is_below(key, _ROUNDING)]:
         log.warning(
@@ -319,12 +323,36 @@ def _is_below(key: str, keys: Set[str]) -> bool:
     return any(".".join(parts[:end]) in keys for end in range(1, len(parts) + 1))
 
 
+def _with_hub_names(config: dict[str, object]) -> dict[str, object]:
+    """Returns a config with OWNER/NAME@REVISION in place of models in the Hub's cache, wherever a host keeps that."""
+    named = dict(config)
+    for key, value in config.items():
+        if isinstance(value, dict):
+            named[key] = _with_hub_names(cast(dict[str, object], value))
+        elif key == "model" and isinstance(value, str):
+            named[key] = hub_name(value)
+    return named
+
+
+def _earlier_revisions(changed: Iterable[str], now: object, before: object) -> Iterator[str]:
+    """Yields key=OWNER/NAME@REVISION for each model of which only the revision on the Hub has changed."""
+    for key in (key for key in changed if key.rpartition(".")[2] == "model"):
+        (old, _, revision), (new, _, _) = (str(_value(config, key)).partition("@") for config in (before, now))
+        if revision and old == new:
+            yield f"{key}={old}@{revision}"
+
+
+def _value(config: object, key: str) -> object:
+    """Returns the value of a dotted key, or None if there is none."""
+    for part in key.split("."):
+        config = cast(dict[str, object], config).get(part) if isinstance(config, dict) else None
+    return config
+
+
 def _has_grown(key: str, now: object, before: object) -> bool:
     if key not in _MAY_GROW:
         return False
-    for part in key.split("."):
-        assert isinstance(now, dict) and isinstance(before, dict), "a limit is a key of a section"
-        now, before = now[part], before[part]
+    now, before = _value(now, key), _value(before, key)
     return isinstance(now, int) and isinstance(before, int) and now > before
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,6 +190,21 @@ def test_a_changed_config_is_named(tmp_path: Path, sections: dict, key: str):
         begin(tmp_path, **sections)
     assert isinstance(raised.value, LockstepError)
     begin(tmp_path)  # the error left nothing locked or recorded
+
+
+def test_another_revision_on_the_hub_is_named_and_another_cache_is_not_another_model(tmp_path: Path):
+    def models(cache: str, revision: str) -> dict[str, Any]:
+        model = f"{cache}/hub/models--owner--a--b.c/snapshots/{revision}"
+        return {"model": model, "reference": {"model": model}}
+
+    begin(tmp_path, **models("/home/a", "0123abc"))
+    publish(tmp_path)
+    begin(tmp_path, **models("/home/b", "0123abc"))
+    same = (
+        r"another model, reference.model .*config \(model=owner/a--b.c@0123abc reference.model=owner/a--b.c@0123abc: "
+    )
+    with pytest.raises(PreconditionFailed, match=same):
+        begin(tmp_path, **models("/home/a", "4567def"))
 
 
 @pytest.mark.parametrize("trainer", [{"strategy": "megatron"}, {"lora": {"rank": 8}}])

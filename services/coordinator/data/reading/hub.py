@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig)
 
+# A directory of the Hub's cache.
+_SNAPSHOT = re.compile(r".*/models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<revision>\w+)/?")
 _MODEL = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*?)(@(?P<revision>[\w.-]+))?")
 # As in fsspec, pandas and datasets. A Path has one slash where the URL had two.
 _DATASET_FILE = re.compile(r"hf:/{1,2}datasets/(?P<id>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w.-]+))?(/(?P<file>.+))?")
@@ -53,6 +55,12 @@ def local_model(model: str, *, has_weights: bool, field: str) -> str:
     patterns = [*_CARD, *_WEIGHTS] if has_weights else [*_CARD]
     with _hub_errors(f"{parts['id']}, which is not a directory here,", parts["revision"], field):
         return huggingface_hub.snapshot_download(parts["id"], revision=parts["revision"], allow_patterns=patterns)
+
+
+def hub_name(directory: str) -> str:
+    """Returns OWNER/NAME@REVISION of a directory of the Hub's cache, on any host; another path as it is."""
+    parts = _SNAPSHOT.fullmatch(directory)
+    return f"{parts['owner']}/{parts['name']}@{parts['revision']}" if parts else directory
 
 
 def dataset_file(url: str, field: str) -> Path:
