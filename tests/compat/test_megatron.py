@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ from services.trainer.compat.megatron.state import (
     torch_tensors,
 )
 from services.trainer.compat.torch import set_class
+from tests.support import ROOT
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the shim does nothing")
 MEGATRON = Path(inspect.getfile(parallel_state)).parent
@@ -118,6 +120,24 @@ def test_with_the_shim_it_does_not() -> None:
     assert type(moe_utils.maybe_move_tensor_to_cpu(torch.ones(1), as_numpy=True)).__name__ == "ndarray"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")  # torch itself is as it was
+
+
+@on_cpu
+def test_with_the_shim_it_takes_no_optimizer_that_needs_a_gpu(tmp_path: Path) -> None:
+    """`lockstep export` runs on CPU, also where TransformerEngine is installed."""
+    optimizers = tmp_path / "transformer_engine" / "pytorch" / "optimizers"
+    optimizers.mkdir(parents=True)
+    for package in (optimizers, *list(optimizers.parents)[:2]):
+        (package / "__init__.py").write_text("__version__ = '2.12.0'\nFusedAdam = multi_tensor_scale = object\n")
+    program = (
+        "import services.trainer.compat.megatron; from megatron.core import optimizer as o; print(o.Adam.__module__)"
+    )
+    command, environ = (
+        [sys.executable, "-W", "ignore", "-c", program],
+        os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.stdout.startswith("torch.optim."), done.stdout + done.stderr
 
 
 def test_what_the_shim_replaces_is_called_like_this() -> None:

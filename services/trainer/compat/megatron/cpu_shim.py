@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 _PACKAGE = "megatron.core"
+# Where one of these is installed, Megatron takes its optimizer, which needs a GPU.
+_FOR_GPUS = ("transformer_engine", "apex")
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 
@@ -34,6 +36,8 @@ def install() -> None:
     if _PACKAGE in sys.modules:
         raise RuntimeError(f"{_PACKAGE} was imported before the CPU shim")
     sys.meta_path.insert(0, _Finder())
+    for name in _FOR_GPUS:
+        sys.modules[name] = None  # type: ignore[assignment]  # to import it is an ImportError from now on
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.type = _type_like_cuda(torch.Tensor.type)  # type: ignore[method-assign]
 
