@@ -116,8 +116,11 @@ class RewardModel:
         ids_BT = torch.tensor([ids + [pad] * (length - len(ids)) for ids in tokens])
         mask_BT = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in tokens])
         device = self._model.device
-        logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
-        return logits_BL[:, self._label].float().tolist()
+        try:
+            logits_BL = self._model(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+            return logits_BL[:, self._label].float().tolist()
+        except torch.AcceleratorError as error:  # after it, no call of this process on its GPU works
+            raise SystemExit(str(error).partition("\n")[0]) from error
 
 
 def _num_positions(model: PreTrainedModel) -> float:

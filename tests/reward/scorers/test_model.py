@@ -15,6 +15,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3ForSequenceClassification,
 )
 
 from services.common.config.scorers import ModelConfig
@@ -115,6 +116,16 @@ def test_a_sample_that_is_too_long_has_no_score_and_the_others_have(reward_model
     assert (long.reason, long.detail) == (FailureReason.ERROR, "604 tokens are more than max_tokens 512")
     assert short == close(expected(path, "1+1=2"))
     assert scores(path, [("1+1=", "2")], max_tokens=4)[0].detail == "5 tokens are more than max_tokens 4"
+
+
+def test_after_an_error_of_the_gpu_the_worker_ends(reward_model, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
+
+    path = reward_model()
+    monkeypatch.setattr(Qwen3ForSequenceClassification, "forward", fail)
+    with pytest.raises(SystemExit, match=r"^CUDA error: device-side assert triggered$"):
+        scores(path, [("1+1=", "2")])
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("bert", 34), ("roberta", 32), ("mpnet", 32)])
