@@ -215,7 +215,7 @@ class Runs:
         """
         if name in self.running:
             return self.running[name].state
-        run = self._ended.get(name) or next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None)
+        run = self._newest(name, next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None))
         if run is None:
             message = f"there is no run {name} in {self.directory}; `lockstep status` lists all runs"
             raise NotFound(message, field="name")
@@ -224,8 +224,15 @@ class Runs:
     async def all(self) -> list[pb.Run]:
         """Returns the state of all runs, sorted by name."""
         runs = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
-        runs |= self._ended | {name: in_progress.state for name, in_progress in self.running.items()}
+        runs |= {name: self._newest(name, runs.get(name)) or ended for name, ended in self._ended.items()}
+        runs |= {name: in_progress.state for name, in_progress in self.running.items()}
         return [runs[name] for name in sorted(runs)]
+
+    def _newest(self, name: str, recorded: pb.Run | None) -> pb.Run | None:
+        """Returns the state of a run that is not in progress here: what this daemon knows, or what was `recorded` since
+        by another process."""
+        ended = self._ended.get(name)
+        return recorded if ended is None or (recorded and recorded.version > ended.version) else ended
 
     async def stop(self, name: str, *, now: bool) -> pb.Run:
         """Asks the run `name` to stop and returns its state. Does nothing if the run has ended."""

@@ -68,6 +68,11 @@ async def test_a_run_is_watched_from_its_first_step_to_its_end(here: Daemon, fak
         told = [answer.step for answer in answers if answer.HasField("step")]
         assert [{"step": step.version, **step.values} for step in told] == lines
 
+    with (Path(last.run_dir) / "metrics.jsonl").open("a") as file:  # as `lockstep run` does that resumes it
+        file.write(json.dumps(lines[-1] | {"step": NUM_STEPS + 1}) + "\n")
+    for run in (await here.coordinator.get("run"), *await here.coordinator.all()):
+        assert run.version == NUM_STEPS + 1
+
 
 async def test_held_out_numbers_are_told_with_the_steps(here: Daemon, fakes: Fakes):
     data = run_settings(here.directory)["data"]
