@@ -10,6 +10,7 @@ from tests.agents import own_agents
 from tests.agents.harness import Stage, staged, table_of
 from tests.agents.own_agents import Json
 from tests.agents.test_episodes import everything_sampled_is_trained_once, says
+from tests.support import PATIENCE_S
 
 _ACCEPTED = ("in drops", "whole URL", "gzip", "half a pair")
 _RAW = {"pipelined": [200, 200, 200], "bomb": [413], **{name: [200] for name in _ACCEPTED}}
@@ -66,3 +67,9 @@ class _AsyncObject:
 @pytest.mark.parametrize("agent", [_wrapped, _AsyncObject(), _AsyncObject().__call__, lambda **fields: "4"])
 async def test_what_an_agent_returns_is_awaited_if_it_is_async(agent: object):
     assert await function._call(agent, {"row": {"prompt": "4"}, "seed": 0, "url": "", "key": ""}) == "4"
+
+
+async def test_an_agent_that_looks_for_another_item_in_vain_ends():
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RuntimeError, match="the function raised StopIteration"):
+            await function._call(lambda: next(iter(())), {})

@@ -82,6 +82,8 @@ def leaves_child(*, extra, **_):
     child, file = subprocess.Popen(["sleep", "600"]), Path(extra["pid_file"])
     file.with_suffix(".part").write_text(str(child.pid))
     file.with_suffix(".part").rename(file)
+    if "exit" in extra:
+        os._exit(3)
     time.sleep(600)
 
 
@@ -121,6 +123,10 @@ async def all_at_once(*, completion, extra, **_):
     """Returns the completion's number once `extra["together"]` calls are in progress, or does what it says."""
     if completion == "raise":
         raise KeyError("column")
+    if completion == "cancel":
+        raise asyncio.CancelledError
+    if completion == "panic":  # as a library in Rust does
+        raise BaseException("panic")
     if completion == "wait":
         await asyncio.Event().wait()
     if completion == "block":

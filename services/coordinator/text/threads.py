@@ -127,7 +127,7 @@ class Threads:
 
     def place(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
         """Returns the call that `add` would add. Raises InvalidInput as `add` does."""
-        conversation, shown = list(map(_canonical, messages)), json.dumps(tools, sort_keys=True)
+        conversation, shown = list(map(_canonical, messages)), json.dumps(tools)
         parent = self._find_parent(conversation, shown)
         prompt: tuple[int, ...] = ()
         if parent:

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,10 @@ class AgentSandbox(Sandbox):
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
         process, info, result_fd, line = await self._begin({**job, "rlimits": rlimits})
-        pidfd, reading = None, asyncio.create_task(_read(result_fd, self._result_bytes))
+        first = asyncio.ensure_future(asyncio.to_thread(first_process, info))  # which can read it only once
+        reading = asyncio.create_task(_read(result_fd, self._result_bytes))
         try:
-            pidfd = await asyncio.to_thread(first_process, info)
+            await asyncio.shield(first)
             listening = await asyncio.to_thread(_receive_socket, line)
             if listening is None:
                 assert process.stderr, "it is a pipe"
@@ -149,7 +150,7 @@ class AgentSandbox(Sandbox):
             assert process.stdin, "it is a pipe"
             yield process.stdin, reading, listening
         finally:
-            await asyncio.shield(asyncio.ensure_future(end_namespace(process, info, pidfd)))
+            await asyncio.shield(asyncio.ensure_future(_end(process, info, first)))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
@@ -207,6 +208,10 @@ def _named_file(text: str) -> Iterator[str]:
         file.flush()
         os.chmod(file.name, 0o644)
         yield file.name
+
+
+async def _end(process: asyncio.subprocess.Process, info: int, first: Awaitable[int | None]) -> None:
+    await end_namespace(process, info, await first)
 
 
 async def _read(descriptor: int, most: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from services.common.config.environment import AgentEnvironmentConfig
@@ -46,7 +46,7 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
         return await function(**fields)
     thread = ThreadPoolExecutor(1)
     try:
-        result = asyncio.get_running_loop().run_in_executor(thread, lambda: function(**fields))
+        result = asyncio.get_running_loop().run_in_executor(thread, _without_stop_iteration, function, fields)
         try:
             returned = await asyncio.shield(result)
         except asyncio.CancelledError:  # a thread cannot be interrupted
@@ -55,6 +55,13 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
     finally:
         thread.shutdown(wait=False)
     return await returned if inspect.isawaitable(returned) else returned
+
+
+def _without_stop_iteration(function: Callable[..., object], fields: Mapping[str, object]) -> object:
+    try:
+        return function(**fields)
+    except StopIteration as error:  # no future takes it as its exception, so that whoever waits would wait forever
+        raise RuntimeError("the function raised StopIteration") from error
 
 
 class FunctionRunner(CalledRunner):

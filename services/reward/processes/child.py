@@ -87,7 +87,7 @@ def main() -> None:
         call = json.loads(line)
         try:
             reply = executor.execute(call)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's code may raise anything
+        except BaseException as error:  # noqa: BLE001 the process edge: the user's code may raise anything
             reply = _failure(executor, replies, error, start["failed"])
         _write(replies, {"id": call["id"], **reply})
 
@@ -131,10 +131,11 @@ class _ConcurrentCalls:
         _write(self._replies, {"id": number, "began": True})
         try:
             reply = await executor.execute(call)
-        except asyncio.CancelledError:
-            reply = {"reason": "TIMEOUT", "detail": "canceled"}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 the process edge: the user's code may raise anything
-            reply = _failure(executor, self._replies, error, self._failed)
+        except BaseException as error:  # noqa: BLE001 the process edge: the user's code may raise anything
+            task = asyncio.current_task()
+            is_ours = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+            canceled = {"reason": "TIMEOUT", "detail": "canceled"}
+            reply = canceled if is_ours else _failure(executor, self._replies, error, self._failed)
         if not self._calls.pop(number, None):
             return  # it was stuck
         line = json.dumps({"id": number, **reply})

@@ -242,9 +242,8 @@ class Worker:
     async def _kill_session(self) -> None:
         if self._process is None:
             return
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(self._process.pid, signal.SIGKILL)  # also if it has ended itself: its children may not have
         await self._process.wait()
 
 

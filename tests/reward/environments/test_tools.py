@@ -103,6 +103,7 @@ RAISED = {
     "key": "KeyError: 'missing'",
     "stop": "StopIteration: ",
     "assert": "AssertionError: ",
+    "exit": "SystemExit: bad arguments",
     "value": "no such value",
     "empty": "ValueError: ",
     "long": "RuntimeError: " + "x" * 986,
@@ -150,6 +151,11 @@ async def test_malformed_and_refused_calls_are_counted(service):
         ("inside itself", "[[...]]"),
         ("surrogate", '["?"]'),
         ("set", '"{1}"'),
+        (
+            "huge",
+            "error: Exceeds the limit (4300 digits) for integer string conversion; use "
+            "sys.set_int_max_str_digits() to increase the limit",
+        ),
     ],
 )
 async def test_results_that_are_no_text(service, how, text):

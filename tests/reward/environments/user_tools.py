@@ -5,6 +5,7 @@ import datetime
 import decimal
 import os
 import sqlite3
+import sys
 import threading
 from typing import Literal
 
@@ -78,6 +79,8 @@ def _raise(how: str) -> str:
         return next(iter([]))
     if how == "assert":
         raise AssertionError
+    if how == "exit":
+        sys.exit("bad arguments")
     if how in ("value", "empty"):
         raise ValueError("no such value" if how == "value" else "")
     raise RuntimeError("a bug" if how == "raise" else "x" * 10_000)
@@ -97,6 +100,7 @@ def returns(how: str) -> object:
         "inside itself": inside,
         "surrogate": ["\ud800"],
         "set": {1},
+        "huge": 10**5000,
     }
     return results[how]
 

@@ -127,16 +127,16 @@ async def test_samples_of_an_async_function_are_scored_at_once_in_order(open_run
 
 
 async def test_async_samples_fail_alone(open_run, make_item, hurried):
-    texts = ["raise", "3", "wait", "4", "raise"]
+    texts = ["raise", "3", "wait", "4", "raise", "cancel", "panic"]
     async with open_run(scorer("all_at_once"), num_workers=1) as run:
         pids = run._scorers[0]._pool.pids
         for limit_s in LIMITS_S:
             with hurried(run._scorers[0]._pool, limit_s):
                 outcomes = await run.score([make_item(text, extra={"together": 2}) for text in texts])
-            if [outcome.reward for outcome in outcomes] == [0, 3, 0, 4, 0]:
+            if [outcome.reward for outcome in outcomes] == [0, 3, 0, 4, 0, 0, 0]:
                 break
         assert [outcome.failure and outcome.failure.reason for outcome in outcomes] == [
-            FailureReason.ERROR, None, FailureReason.TIMEOUT, None, FailureReason.ERROR
+            FailureReason.ERROR, None, FailureReason.TIMEOUT, None, *[FailureReason.ERROR] * 3
         ]  # fmt: skip
         assert run._scorers[0]._pool.pids == pids, "no worker had to be killed"
 
@@ -247,6 +247,14 @@ async def test_children_of_a_function_that_hangs_are_killed_with_it(open_run, ma
             assert outcome.failure.reason is FailureReason.TIMEOUT
             if pid_file.exists():
                 break
+        assert await gone([int(pid_file.read_text())])
+
+
+async def test_children_of_a_worker_that_ends_itself_are_killed(open_run, make_item, gone, tmp_path):
+    pid_file = tmp_path / "pid"
+    async with open_run(scorer("leaves_child"), num_workers=1) as run:
+        (outcome,) = await run.score([make_item("", extra={"pid_file": str(pid_file), "exit": "yes"})])
+        assert outcome.failure.reason is FailureReason.CRASHED
         assert await gone([int(pid_file.read_text())])
 
 

@@ -103,7 +103,7 @@ class Functions:
         call = json.loads(text)
         try:
             result = self._functions[call["name"]](**call["arguments"])
-        except Exception as error:  # noqa: BLE001 the arguments are the policy's, and can make it raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 the arguments are the policy's: they can do anything
             return _error(error)
         return _answer_later(result) if inspect.isawaitable(result) else _answer(result)
 
@@ -111,13 +111,16 @@ class Functions:
 async def _answer_later(calling: Awaitable[object]) -> Step:
     try:
         result = await calling
-    except Exception as error:  # noqa: BLE001 as above
+    except (Exception, SystemExit) as error:  # noqa: BLE001 as above
         return _error(error)
     return _answer(result)
 
 
 def _answer(result: object) -> Step:
-    text = _text(result)
+    try:
+        text = _text(result)
+    except ValueError as error:  # a number of more digits than Python writes
+        return _error(error)
     if _MOST_BYTES * len(text) > MAX_REPLY_BYTES - _LINE_BYTES:
         whole = json.dumps(json.dumps({"result": text[:MAX_REPLY_BYTES]}))
         if len(text) > MAX_REPLY_BYTES or len(whole) > MAX_REPLY_BYTES - _LINE_BYTES:
@@ -148,7 +151,7 @@ def _plain(value: Any) -> object:
     return str(value)
 
 
-def _error(error: Exception) -> Step:
+def _error(error: BaseException) -> Step:
     """Returns the error for the policy: the text of a ValueError, which functions raise to say something; else, with
     its class.
     """
