@@ -74,7 +74,7 @@ class FunctionPool(WorkerPool[Worker]):
     ):
         super().__init__([Worker(target) for _ in range(num_workers + num_spares)])
         self._num_workers, self._max_concurrent, self._num_tries = num_workers, max_concurrent, num_tries
-        self._slots = asyncio.Semaphore(num_workers)
+        self._slots, self._has_spares = asyncio.Semaphore(num_workers), num_spares > 0
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._sending: set[asyncio.Task[Reply]] = set()
@@ -131,9 +131,9 @@ class FunctionPool(WorkerPool[Worker]):
             try:
                 return await asyncio.shield(sending)
             except asyncio.CancelledError:
-                # A function that is not async could only be canceled with its process, and the next one would have to
-                # load its model again: the call goes on, within its time limit, and its score is not used.
-                if self._is_async:
+                # A function that is not async can only be canceled with its process. Where none waits to take its
+                # place, the next one may have a model to load: the call goes on, within its time limit, for nobody.
+                if self._is_async or self._has_spares:
                     sending.cancel()
                     await asyncio.wait({sending})
                 raise

@@ -21,7 +21,14 @@ import torch
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -63,8 +70,11 @@ def make_optimizer(
     options = make(OptimizerConfig, settings, overrides, "megatron.optimizer_config_kwargs")
     if options.optimizer_cpu_offload:
         _require_half_precision_on_gpu(chunks)
+    # Those of gpt-oss experts are a row per expert, and Megatron spares only biases of one dimension.
+    expert_biases = {ParamKey(name="*_bias"): ParamGroupOverride(wd_mult=0.0)}
     with refusals("megatron.optimizer_config_kwargs"):
-        return _of_finite_gradients(get_megatron_optimizer(options, list(chunks)))
+        groups = get_standard_config_overrides(options) | expert_biases
+        return _of_finite_gradients(get_megatron_optimizer(options, list(chunks), groups))
 
 
 def _of_finite_gradients(optimizer: MegatronOptimizer) -> MegatronOptimizer:
