@@ -278,8 +278,9 @@ def read_texts(texts: Mapping[str, object], parameters: Schema) -> Mapping[str, 
     A text stays as it is if its parameter takes texts and the text is no value of another type that it takes too, or if
     it is no value of any type that it takes.
     """
-    properties = parameters.get("properties") or {}
-    return {name: _read_text(str(text), properties.get(name, {})) for name, text in texts.items()}
+    properties = parameters.get("properties")
+    schemas: JsonMapping = properties if isinstance(properties, Mapping) else {}
+    return {name: _read_text(str(text), schemas.get(name, {})) for name, text in texts.items()}
 
 
 def _read_text(text: str, schema: Schema) -> object:
@@ -296,16 +297,18 @@ def _read_text(text: str, schema: Schema) -> object:
 
 
 def _kinds(schema: Schema) -> set[str]:
-    """Returns the names of the types that a schema allows; all if it does not say."""
+    """Returns the names of the types that a schema allows; all if it does not say, or not as JSON schema has it."""
     if not isinstance(schema, Mapping):  # `true` allows everything
         return set(_CLASSES)
     options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
+    if options and isinstance(options, list):
         return set().union(*map(_kinds, options))
-    if "enum" in schema:
-        return {kind for value in schema["enum"] for kind in _CLASSES if fits(value, {"type": kind})}
-    kind = schema.get("type", list(_CLASSES))
-    return {kind} if isinstance(kind, str) else set(kind)
+    if isinstance(values := schema.get("enum"), list):
+        return {kind for value in values for kind in _CLASSES if fits(value, {"type": kind})}
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set(_CLASSES)
 
 
 def is_option(value: object, option: object) -> bool:

@@ -15,7 +15,7 @@ from services.coordinator.text import threads
 from services.coordinator.text.threads import Renderer, Threads
 from services.reward.agents import dialect as dialects
 from services.reward.agents.chat import Chat
-from services.reward.agents.dialect import Dialect, Refusal
+from services.reward.agents.dialect import Dialect, Refusal, read_tool
 from services.reward.agents.messages import Messages
 from services.reward.agents.responses import Responses
 from tests.agents.in_process import TOKENIZER, caught
@@ -161,9 +161,19 @@ def test_what_is_nested_too_deep_is_refused_or_text(mutant: str, monkeypatch: py
         for depth in range(100, 1000, 50):
             body["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps(nested(depth))
             fails = fails or not play(chat, body)
-            deep = {**body, "tools": [{"type": "function", "function": {"name": "f", "parameters": nested(depth)}}]}
+            function = {"name": "f", "parameters": {"properties": nested(depth)}}
+            deep = {**body, "tools": [{"type": "function", "function": function}]}
             fails = fails or play(chat, deep)
     except RecursionError:
         fails = True
     with caught(mutant):
         assert not fails
+
+
+def test_a_tool_is_shown_in_the_usual_order_and_its_schema_is_one():
+    shown = read_tool({"parameters": {"type": "object"}, "description": "b", "name": "a"}, "function")
+    assert json.dumps(shown) == (
+        '{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}'
+    )
+    with pytest.raises(Refusal, match=r"tools: parameters of a must be a JSON schema, not \['x'\]"):
+        read_tool({"name": "a", "parameters": ["x"]}, "function")

@@ -299,6 +299,7 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ("1", {}, 1),
         ("a", {}, "a"),
         ("1", True, 1),
+        *(("1", schema, 1) for schema in ({"type": None}, {"enum": None}, {"anyOf": 3}, {"type": {"a": 1}}, None)),
         ("1", {"$ref": "#/$defs/A"}, 1),
         ("a", {"type": "of another server"}, "a"),
     ],

@@ -148,7 +148,7 @@ def _episode_metrics(batch: pa.Table) -> dict[str, float]:
     kept_R = np.unique(rows_M)  # without those that overlong.mask_truncated leaves out
     trained = episodes.take(pa.array(kept_R))
     firsts = begins_of_samples(episodes)
-    turns = np.add.reduceat(pc.list_value_length(episodes["turn_begins"]).to_numpy(), firsts)
+    turns = _num_turns(episodes, firsts)
     limited = pc.equal(episodes["finish_reason"], "turn_limit").to_numpy()[firsts]
     of_agent: dict[str, float] = {}
     begins, ends = (pc.list_flatten(trained[name]).to_numpy() for name in ("turn_begins", "turn_ends"))
@@ -162,6 +162,16 @@ def _episode_metrics(batch: pa.Table) -> dict[str, float]:
         "episode/turn_limit": float(limited.mean()),
         "episode/sampled_share": float(num_trained / max(lengths_R[kept_R].sum(), 1)),
     }
+
+
+def _num_turns(episodes: pa.Table, firsts: np.ndarray) -> np.ndarray:
+    """Returns the number of turns of each episode. A call of an agent counts once, however many rows it is in."""
+    if not _has(episodes, "calls"):
+        return np.add.reduceat(pc.list_value_length(episodes["turn_begins"]).to_numpy(), firsts)
+    episode_R = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=episodes.num_rows))
+    episode_of = np.repeat(episode_R, pc.fill_null(pc.list_value_length(episodes["calls"]), 0).to_numpy())
+    numbers = pc.struct_field(pc.list_flatten(episodes["calls"]), "number").to_numpy()
+    return np.bincount(np.unique(np.stack([episode_of, numbers]), axis=1)[0], minlength=len(firsts))
 
 
 def _token_metrics(batch: pa.Table) -> dict[str, float]:

@@ -137,7 +137,16 @@ class AgentSandbox(Sandbox):
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        process, info, result_fd, line = await self._begin({**job, "rlimits": rlimits})
+        starting = asyncio.create_task(self._begin({**job, "rlimits": rlimits}))
+        try:
+            process, info, result_fd, line = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
+            with contextlib.suppress(EpisodeError):
+                process, info, result_fd, line = await starting
+                os.close(result_fd)
+                line.close()
+                await end_namespace(process, info, None)
+            raise
         first = asyncio.ensure_future(asyncio.to_thread(first_process, info))  # which can read it only once
         reading = asyncio.create_task(_read(result_fd, self._result_bytes))
         try:

@@ -153,5 +153,8 @@ def read_tool(tool: Mapping[str, object], kind: object, parameters: str = "param
     if not isinstance(tool.get("name"), str):
         message = f"tools: only functions are supported, not {kind!r:.50}; environment.drop_tools can leave it out"
         raise Refusal(message, param="tools")
+    schema = tool.get(parameters) or _NO_PARAMETERS
+    if not isinstance(schema, Mapping):
+        raise Refusal(f"tools: {parameters} of {tool['name']} must be a JSON schema, not {schema!r:.50}", param="tools")
     shown = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
-    return {"type": "function", "function": {"parameters": tool.get(parameters) or _NO_PARAMETERS, **shown}}
+    return {"type": "function", "function": {**shown, "parameters": schema}}

@@ -93,15 +93,15 @@ class _Child:
 
 
 async def _run(job: Job) -> Job:
-    _write_files(job["files"])
     stopped = asyncio.create_task(_end_of_input())
     try:
+        _write_files(job["files"])
         if job["setup"]:
             code, _, errors = await _execute(job["setup"], job, stopped)
             if code:
                 return {"error": f"setup ended with exit code {code}: {errors}"}
         code, text, errors = await _execute(job["command"], job, stopped)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the command
         return {"error": f"{type(error).__name__}: {error}"}
     if code < 0 and not stopped.done():
         return {"error": f"the program was ended by signal {-code}: {errors}"}

@@ -121,3 +121,13 @@ def test_metrics_of_samples_with_advantages():
     assert metrics["advantage/max"] == 0.5
     assert metrics["kl/token_mean"] == 0
     assert metrics["value/explained_variance"] == 0
+
+
+def test_a_call_that_several_segments_of_an_agent_continue_is_one_turn():
+    first, second, third = ({"number": n, "parent": p, "sha256": ""} for n, p in ((0, None), (1, 0), (2, 0)))
+    turns = {"turn_begins": [0, 2], "turn_ends": [1, 3], "turn_rewards": [0, 0], "environment": "e"}
+    rows = [row(1, 3, segment=0, calls=[first, second], loss_mask=[True, False, True], **turns)]
+    rows += [row(1, 3, segment=1, calls=[first, third], loss_mask=[False, False, True], **turns)]
+    rows += [row(1, 3, sample=1, segment=0, calls=[first, second], loss_mask=[True, False, True], **turns)]
+    metrics = batch_metrics(table(rows))
+    assert (metrics["episode/turns_mean"], metrics["episode/turns_max"]) == (2.5, 3)

@@ -349,6 +349,7 @@ async def test_programs_run_in_the_sandbox(service):
         "import socket; socket.socket()": "PermissionError",
         "1/0": "ZeroDivisionError: division by zero\n\nerror: exit status 1",
         "print('a' * 50 + 'b' * 100_000 + 'c' * 50)": "a" * 50 + "b" * 50 + "\n[... cut ...]\n" + "b" * 49 + "c" * 50,
+        "print('é' * 150)": "é" * 150 + "\n",
         "import os, signal; os.kill(os.getppid(), signal.SIGKILL)": "error: the program was stopped",
         "input()": "EOFError",
         "\ud800": "error: exit status 1",

@@ -25,7 +25,7 @@ def main() -> None:
     )
     half = job["max_chars"] // 2
     head, tail, ended = _read(running, 4 * half, time.monotonic() + job["timeout_s"])
-    text = _decode(head) + _decode(tail)
+    text = _decode(head + tail)
     if len(text) > 2 * half or len(head) + len(tail) == 8 * half:
         text = f"{_decode(head)[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
     if not ended:
