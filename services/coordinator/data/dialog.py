@@ -152,9 +152,11 @@ class Dialog:
     def _cut(self, message: Message) -> dict[str, str]:
         most, content = self._max_message_tokens, message.content
         if most and len(tokens := self._encode(content)) > most:
-            tokens = tokens[:most]
+            begin = content.rfind(f"</{self._result_tag}>") if self._result_tag else -1
+            end = content[begin:] if begin >= 0 else ""  # the tag around results stays whole
+            tokens = self._encode(content.removesuffix(end))[: max(0, most - len(self._encode(end)))]
             # Without what the cut has left of a character, the last token may become several.
-            while len(self._encode(content := self._decode(tokens).rstrip("\ufffd"))) > most:
+            while len(self._encode(content := self._decode(tokens).rstrip("\ufffd") + end)) > most and tokens:
                 tokens = tokens[:-1]
         return {"role": message.role, "content": content} | ({"name": message.name} if message.name else {})
 

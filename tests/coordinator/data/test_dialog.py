@@ -145,3 +145,15 @@ def test_a_message_that_is_cut_has_whole_characters_and_no_more_tokens(kind, mos
     tokenizer, text = FAMILIES["qwen2.5"].tokenizer(kind), "漢字 costs 5 € 🎉"
     tokens = make_dialog(tokenizer, max_message_tokens=most).reply((), [Message(content=text)])
     assert len(tokens) <= most and text.startswith(tokenizer.decode(tokens).strip())
+
+
+def test_a_result_that_is_cut_stays_within_its_tag():
+    tokenizer = FAMILIES["qwen2.5"].tokenizer("byte-level")
+    config = make_config(
+        environment={**TOOLS, "syntax": "tags", "result_tag": "result", "max_message_tokens": 24},
+        rollout={"sampling": {"stop": ["</a>"]}},
+    )
+    text = f"\n\n<result>{'a long page ' * 20}</result>\n\n"
+    tokens = Dialog(tokenizer, (), config).reply((), [Message(content=text)])
+    shown = tokenizer.decode(tokens)
+    assert len(tokens) <= 24 and shown.strip().startswith("<result>a long") and shown.endswith("</result>\n\n")
