@@ -24,7 +24,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
-    ParamGroupOverride,
     ParamKey,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -71,7 +70,7 @@ def make_optimizer(
     if options.optimizer_cpu_offload:
         _require_half_precision_on_gpu(chunks)
     # Those of gpt-oss experts are a row per expert, and Megatron spares only biases of one dimension.
-    expert_biases = {ParamKey(name="*_bias"): ParamGroupOverride(wd_mult=0.0)}
+    expert_biases: Any = {ParamKey(name="*_bias"): {"wd_mult": 0.0}}
     with refusals("megatron.optimizer_config_kwargs"):
         groups = get_standard_config_overrides(options) | expert_biases
         return _of_finite_gradients(get_megatron_optimizer(options, list(chunks), groups))
