@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import chat_template_utils
 
-from services.trainer.compat.transformers import ignored_tensors, routers, set_choice
+from services.trainer.compat.transformers import ignored_tensors, keeping_float32, routers, set_choice
 
 
 def test_a_model_says_which_tensors_it_leaves_out() -> None:
@@ -22,6 +23,18 @@ def test_a_model_says_which_tensors_it_leaves_out() -> None:
 
 def test_no_public_name_says_it() -> None:
     assert not hasattr(Qwen3ForCausalLM, "keys_to_ignore_on_load_unexpected")  # else use that
+
+
+def test_a_tensor_is_kept_in_float32(tmp_path: Path) -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2))
+    model.save_pretrained(tmp_path)
+    with keeping_float32("q_norm"):
+        kept = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {name for name, one in kept.named_parameters() if one.dtype is torch.float32} == {
+        f"model.layers.{number}.self_attn.q_norm.weight" for number in range(2)
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}

@@ -1,6 +1,7 @@
 """Wraps private attributes of transformers that the trainer needs. Seen with transformers 5.17.0 and 5.19.0."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ def ignored_tensors(causal_lm: PreTrainedModel) -> Iterable[str]:
     Reason: transformers keeps them in a private attribute of the model.
     """
     return causal_lm._keys_to_ignore_on_load_unexpected or ()
+
+
+@contextmanager
+def keeping_float32(name: str) -> Iterator[None]:
+    """Makes models load the tensors with this name in float32, whatever their dtype.
+
+    Reason: transformers' classes name such tensors in a private attribute, which some that need it do not set.
+    """
+    before = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = [name]
+    try:
+        yield
+    finally:
+        PreTrainedModel._keep_in_fp32_modules_strict = before
 
 
 # Routers whose forward calls torch.topk once on the scores of all experts, and computes with its results.

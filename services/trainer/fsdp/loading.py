@@ -27,7 +27,7 @@ from services.trainer.checkpoint.model_files import (
     stored_tensors,
 )
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
-from services.trainer.compat.transformers import ignored_tensors
+from services.trainer.compat.transformers import ignored_tensors, keeping_float32
 from services.trainer.fsdp.lora import add_adapters, sites_of
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.proof import layout_of
@@ -35,6 +35,8 @@ from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.structure import class_of, make_model, structure_of
 
 _COMPILED_TOKENS = 5120
+# What routers add to their scores before they choose experts.
+_CORRECTION_BIAS = "e_score_correction_bias"
 # Settings of architectures that change logits after the output layer, also by vLLM's code for other model types.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
@@ -62,9 +64,10 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
     disable_progress_bar()  # it would fill the service's log
     safe = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
     try:
-        answer: Any = class_of(load_config(model_path)).from_pretrained(
-            model_path, output_loading_info=True, **safe, **kwargs
-        )
+        with keeping_float32(_CORRECTION_BIAS):
+            answer: Any = class_of(load_config(model_path)).from_pretrained(
+                model_path, output_loading_info=True, **safe, **kwargs
+            )
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
     loaded, loading = answer  # because of output_loading_info
@@ -162,11 +165,23 @@ def make_empty(model_path: str, *, compute_dtype: torch.dtype, weight_dtype: tor
         raise InvalidInput(f"model: {model_path}/config.json: {error!r}", field="model") from error
     require_supported(hf_config, empty, compute_dtype)
     empty.tie_weights()
+    _keep_correction_biases(empty)
     for module in empty.modules():
         if isinstance(module, nn.Embedding):
             # With it torch would leave out the gradient of the pad token, which prompts may contain as an end token.
             module.padding_idx = None
     return empty
+
+
+def _keep_correction_biases(causal_lm: PreTrainedModel) -> None:
+    """Makes the routers' correction biases float32 buffers, which FSDP and publications do not cast.
+
+    Their differences are often smaller than a step of bfloat16: rounded, they would choose other experts.
+    """
+    for module in causal_lm.modules():
+        if (bias := getattr(module, _CORRECTION_BIAS, None)) is not None:
+            delattr(module, _CORRECTION_BIAS)  # in ERNIE's it is a parameter
+            module.register_buffer(_CORRECTION_BIAS, torch.zeros(bias.shape))
 
 
 def _recompute(layer: nn.Module) -> None:

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
-from tests.trainer.fsdp_harness import SMALL, Harness, config
+from tests.trainer.fsdp_harness import SMALL, Harness, config, samples
+from tests.trainer.zoo_harness import make_zoo_model
 
 TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+CORRECTION_BIAS = "e_score_correction_bias"
+BIAS = f"model.layers.1.mlp.gate.{CORRECTION_BIAS}"
 
 
 @pytest.fixture
@@ -42,6 +45,27 @@ def test_buffers_of_a_checkpoint_are_published_and_exported(harness: Harness, co
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.arange(2, 20)[None]
     torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", ["deepseek_v3", "ernie4_5_moe", "minimax_m2"])
+def test_correction_biases_are_not_rounded(harness: Harness, tmp_path: Path, name: str, rank: int) -> None:
+    """Published ones are near 10, where steps of bfloat16 are 0.06. MiniMax's transformers itself would round."""
+    model = make_zoo_model(name, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    biases = {key: tensor.uniform_(10, 10.05) for key, tensor in tensors.items() if key.endswith(CORRECTION_BIAS)}
+    assert biases
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    harness.open(str(model), {"compute_dtype": "bfloat16", "lora": {"rank": rank}})
+    seen: list[torch.dtype] = []
+    for module in harness.backend._model.modules():
+        if hasattr(module, CORRECTION_BIAS):
+            module.register_forward_pre_hook(lambda module, _: seen.append(module.e_score_correction_bias.dtype))
+    assert harness.logprobs(samples())
+    assert set(seen) == {torch.float32}
+    specs, published = dict(harness.backend.weight_specs()), dict(harness.backend.weights())
+    for key, bias in biases.items():
+        assert (specs[key].dtype, published[key].tolist()) == (torch.float32, bias.tolist())
 
 
 def test_resuming_takes_the_optimizers_settings_of_now(harness: Harness, tmp_path: Path) -> None:
