@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 from lockstep.types.v1.types_pb2 import ModelCard
 
@@ -73,7 +73,12 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
 def vocab_size_of(config_json: bytes) -> int:
     """Returns the number of rows of the output layer, which may be more than the tokenizer has tokens."""
     content = json.loads(config_json)
-    return int(content.get("vocab_size") or content["text_config"]["vocab_size"])
+    if given := content.get("vocab_size") or content.get("text_config", {}).get("vocab_size"):
+        return int(given)
+    from transformers import CONFIG_MAPPING  # has the default of a key that is left out, as in Gemma 3's text_config
+
+    config_class: Any = CONFIG_MAPPING[content["model_type"]]
+    return int(config_class.from_dict(content).get_text_config().vocab_size)
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:

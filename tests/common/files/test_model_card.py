@@ -8,7 +8,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.model_card import card_texts, read_model_card, write_model_card
+from services.common.files.model_card import card_texts, read_model_card, vocab_size_of, write_model_card
 from tests.support import raises
 
 
@@ -45,6 +45,19 @@ def test_a_vocabulary_that_is_no_text_is_in_the_card_only_without_tokenizer_json
     with raises(InvalidInput, field="model_card"):
         card_texts(card)
     assert "tokenizer.model" not in read_model_card(directory_with(source, tokenizer__json="{}")).files
+
+
+@pytest.mark.parametrize(
+    ("content", "vocab_size"),
+    [
+        ({"model_type": "qwen3", "vocab_size": 64}, 64),
+        ({"model_type": "gemma3", "text_config": {"vocab_size": 64}}, 64),
+        # As in gemma-3-4b-it: transformers' default.
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}, 262208),
+    ],
+)
+def test_size_of_the_vocabulary(content: dict[str, object], vocab_size: int) -> None:
+    assert vocab_size_of(json.dumps(content).encode()) == vocab_size
 
 
 def test_missing_model_is_not_found(tmp_path: Path) -> None:
