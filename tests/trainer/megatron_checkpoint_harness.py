@@ -22,6 +22,7 @@ import torch.distributed as dist
 from services.common.errors import LockstepError
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.megatron import checkpoint as megatron_checkpoint
+from services.trainer.megatron import model as megatron_model
 from services.trainer.megatron import optimizer as megatron_optimizer
 from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
@@ -62,6 +63,7 @@ LAYOUTS = {
     "deep-vpp2": Layout("deep", 2, PP | VPP, SMALL),
     "moe-1": Layout("moe", 1, {}, SMALL),
     "moe-ep2": Layout("moe", 2, EP, SMALL),
+    "moe-former": Layout("moe", 1, {}, SMALL),  # saved with the former names of its norms
     "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
     "qwen2_moe-1": Layout("qwen2_moe", 1, {}, SMALL),
     "qwen2_moe-tp2": Layout("qwen2_moe", 2, TP, SMALL),
@@ -86,6 +88,7 @@ PAIRS = [
     ("deep-vpp2", "deep-1"),
     ("moe-ep2", "moe-ep2-etp2"),
     ("moe-ep2-etp2", "moe-1"),
+    ("moe-former", "moe-ep2"),
     ("qwen2_moe-tp2", "qwen2_moe-1"),
     ("qwen2_moe-1", "qwen2_moe-ep2"),
     ("gpt_oss-tp2", "gpt_oss-1"),
@@ -133,7 +136,9 @@ def save_all(harness: MegatronHarness, directory: Path) -> None:
     """Makes an update, a checkpoint and the next update in every layout of this world."""
     names = {saved for saved, _ in PAIRS} | set(SAME)
     for name in sorted(name for name in names if LAYOUTS[name].world == harness.world):
-        harness.open(LAYOUTS[name])
+        are_former = _instead(megatron_model, "_with_expert_norms_apart", lambda spec: spec)
+        with are_former if name == "moe-former" else contextlib.nullcontext():
+            harness.open(LAYOUTS[name])
         harness.train(samples())
         save(harness, directory / "checkpoints" / name, version=1)
         weights = harness.weights()
@@ -299,7 +304,7 @@ def convert_all(harness: MegatronHarness, directory: Path) -> None:
     before = harness.weights()
     if harness.rank == 0:
         write(directory, "plain", before, {})
-    sources = {"dp2": checkpoints / "dp2" / "state", "plain": plain, "moe-ep2-etp2": checkpoints / "moe-ep2-etp2/state"}
+    sources = {name: checkpoints / name / "state" for name in ("dp2", "moe-ep2-etp2", "moe-former")} | {"plain": plain}
     for name, source in sources.items():
         layout = LAYOUTS["moe-ep2" if name.startswith("moe") else "tp2"]
         harness.open(_converted(layout, source))

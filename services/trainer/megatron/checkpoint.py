@@ -8,7 +8,7 @@ keep their state, which OpenRun has just seeded.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -105,7 +105,7 @@ class Checkpointer:
         """Returns a function that writes the state into `directory`; if it is a copy, also from another thread."""
         self._model.parallelism.activate()
         alive = ["model"] if optimizers.is_gathered(self._optimizer, self._own.resharding) else ["model", "optimizer"]
-        sharded = self._sharded(self._own.resharding, is_loading=False)
+        sharded = self._sharded(self._own.resharding, self._all_tensors(), is_loading=False)
         staged = stage(sharded, copied=alive if is_copied else ())
         # The optimizer of a pipeline stage without adapters counts no updates, so take the maximum.
         number = max(gather_json(optimizers.num_updates(self._optimizer), torch.device("cpu")))
@@ -129,12 +129,14 @@ class Checkpointer:
         saved, number = _read_layout(directory)
         saved.require_loadable(self._own)
         self._model.parallelism.activate()
-        sharded = self._sharded(saved.resharding, is_loading=True)
+        names = saved_shapes(directory)
+        sharded = self._sharded(saved.resharding, _named_as_in(names, self._all_tensors()), is_loading=True)
         own = self._own
         if (saved.device, saved.num_ranks, saved.sizes) != (own.device, own.num_ranks, own.sizes):
             del sharded["rng"]
         is_by_parameter = saved.resharding == "fully_reshardable"
-        pieces = optimizers.shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
+        tensors = _named_as_in(names, self._all_tensors())
+        pieces = optimizers.shard_pieces(self._optimizer, tensors) if is_by_parameter else []
         targets = _tensors(sharded["model"])
         loaded = read(sharded, directory, later={index: piece.wanted for index, piece in enumerate(pieces)})
         _copy_into(targets, loaded.get("model", {}))
@@ -144,8 +146,7 @@ class Checkpointer:
         if "rng" in loaded:
             _set_generators(loaded["rng"])
 
-    def _sharded(self, resharding: optimizers.Resharding, *, is_loading: bool) -> Sharded:
-        model = self._all_tensors()
+    def _sharded(self, resharding: optimizers.Resharding, model: Sharded, *, is_loading: bool) -> Sharded:
         state = optimizers.sharded_state(self._optimizer, model, resharding, is_loading=is_loading)
         if self._own.lora_rank:
             model = {name: shard for name, shard in model.items() if is_adapter(name)}
@@ -195,10 +196,22 @@ def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, pa
         }
         prefix = next((p for p in _PREFIXES if any(name.startswith(f"{p}decoder.") for name in names)), "")
         add_prefix_for_sharding(sharded, prefix)
-        targets = _tensors(sharded)
+        targets = _tensors(_named_as_in(names, sharded))
         _copy_into(targets, read(sharded, directory, prefix=prefix, ignored=HEAD if is_critic else ""))
     except InvalidInput as error:
         raise InvalidInput(f"{_FIELD}: {error.message}", field=_FIELD) from error
+
+
+def _named_as_in(saved: Collection[str], sharded: Sharded) -> Sharded:
+    """Gives norms before experts the name in the checkpoint: those saved on CPU once had that of norms that are fused.
+
+    Changes `sharded` and returns it.
+    """
+    for shard in sharded.values():
+        former = shard.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        if shard.key not in saved and former in saved:
+            shard.key = former
+    return sharded
 
 
 def _tensors(sharded: Sharded) -> dict[str, torch.Tensor]:

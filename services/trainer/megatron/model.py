@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -261,8 +262,21 @@ def _layer_spec(
         spec = _with_separate_norms(spec, is_latent=is_latent) if is_adapted or is_latent or has_own_norms else spec
         return with_own_norms(spec, config, model, TENorm) if has_own_norms else spec
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    spec = with_torch_modules(spec)
+    spec = _with_expert_norms_apart(with_torch_modules(spec))
     return with_own_norms(spec, config, model, RMSNorm) if has_own_norms else spec
+
+
+def _with_expert_norms_apart(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Gives the norm before experts the checkpoint name that it has with TransformerEngine, which never fuses it."""
+    assert spec.layer_specs is not None
+    layers = []
+    for layer in spec.layer_specs:
+        parts: Any = layer.submodules
+        names = dict(parts.sharded_state_dict_keys_map)
+        if parts.mlp.module is MoELayer:
+            names.pop("pre_mlp_layernorm.", None)  # latent attention has no names
+        layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names)))
+    return replace(spec, layer_specs=layers)
 
 
 def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
