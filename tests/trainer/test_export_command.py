@@ -13,6 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.coordinator.cli.export import export_config
 from services.coordinator.runs.ledger import LEDGER
 from tests.support import PATIENCE_S
 from tests.trainer.deployment import Deployment, config
@@ -69,6 +70,25 @@ async def test_the_export_is_what_the_ranks_held(deployment: Deployment, tmp_pat
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.dtype is torch.float32
     assert torch.equal(loaded.state_dict()["lm_head.weight"], tensors(out)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("resharding", ["fully_reshardable", "dp_reshardable"])
+def test_the_export_of_a_run_with_the_flex_dispatcher_needs_none(tmp_path: Path, resharding: str) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    (checkpoint / "state").mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    (checkpoint / "state" / "layout.json").write_text(json.dumps({"layout": {"resharding": resharding}}))
+    megatron = {"expert_model_parallel_size": 2, "moe": {"token_dispatcher_type": "flex", "grouped_gemm": False}}
+    tree = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": "not read", "samples_per_step": 2, "max_tokens": 64},
+        "trainer": {"strategy": "megatron", "num_ranks": 2, "megatron": megatron, "loss": {"kind": "sft"}},
+        "num_steps": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    megatron = export_config(checkpoint, [], "float32").trainer.megatron
+    assert megatron.moe.token_dispatcher_type == "auto"
+    assert megatron.moe.grouped_gemm is False  # the rest stays
 
 
 async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
 
     Checkpoints are loaded in any layout, except those of Megatron that were saved by bucket: they need that layout.
     """
-    saved, num_ranks = trainer.megatron, 1
+    # Any dispatcher computes the same, and flex needs expert parallelism and a GPU.
+    moe = trainer.megatron.moe.model_copy(update={"token_dispatcher_type": "auto"})
+    saved, num_ranks = trainer.megatron.model_copy(update={"moe": moe}), 1
     kept = ("moe", "packed_sequences", "dist_checkpointing_path")
     megatron = MegatronConfig().model_copy(update={key: getattr(saved, key) for key in kept})
     layout = checkpoint / _LAYOUT
