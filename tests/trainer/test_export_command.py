@@ -72,23 +72,47 @@ async def test_the_export_is_what_the_ranks_held(deployment: Deployment, tmp_pat
     assert torch.equal(loaded.state_dict()["lm_head.weight"], tensors(out)["lm_head.weight"])
 
 
-@pytest.mark.parametrize("resharding", ["fully_reshardable", "dp_reshardable"])
-def test_the_export_of_a_run_with_the_flex_dispatcher_needs_none(tmp_path: Path, resharding: str) -> None:
-    checkpoint = tmp_path / "checkpoints" / "step-000001"
+def make_checkpoint(run: Path, trainer: dict[str, Any]) -> Path:
+    """Makes as much of a run's checkpoint as the config of its export depends on; returns its path."""
+    checkpoint = run / "checkpoints" / "step-000001"
     (checkpoint / "state").mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
-    (checkpoint / "state" / "layout.json").write_text(json.dumps({"layout": {"resharding": resharding}}))
-    megatron = {"expert_model_parallel_size": 2, "moe": {"token_dispatcher_type": "flex", "grouped_gemm": False}}
     tree = {
-        "model": str(tmp_path / "model"),
+        "model": str(run / "model"),
         "data": {"train": "not read", "samples_per_step": 2, "max_tokens": 64},
-        "trainer": {"strategy": "megatron", "num_ranks": 2, "megatron": megatron, "loss": {"kind": "sft"}},
+        "trainer": trainer | {"loss": {"kind": "sft"}},
         "num_steps": 1,
     }
-    (tmp_path / "config.json").write_text(json.dumps(tree))
+    (run / "config.json").write_text(json.dumps(tree))
+    return checkpoint
+
+
+@pytest.mark.parametrize("resharding", ["fully_reshardable", "dp_reshardable"])
+def test_the_export_of_a_run_with_the_flex_dispatcher_needs_none(tmp_path: Path, resharding: str) -> None:
+    megatron = {"expert_model_parallel_size": 2, "moe": {"token_dispatcher_type": "flex", "grouped_gemm": False}}
+    checkpoint = make_checkpoint(tmp_path, {"strategy": "megatron", "num_ranks": 2, "megatron": megatron})
+    (checkpoint / "state" / "layout.json").write_text(json.dumps({"layout": {"resharding": resharding}}))
     megatron = export_config(checkpoint, [], "float32").trainer.megatron
     assert megatron.moe.token_dispatcher_type == "auto"
     assert megatron.moe.grouped_gemm is False  # the rest stays
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}, "float32"),
+        ({"torch_dtype": "float32", "text_config": {"dtype": "bfloat16"}}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_the_export_has_the_dtype_of_the_starting_model(tmp_path: Path, content: dict[str, Any], dtype: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, {})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    assert export_config(checkpoint, [], "auto").trainer.compute_dtype == dtype
 
 
 async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from services.common.config.run import Config
 from services.common.config.trainer import FsdpConfig, ProfilerConfig, TrainerConfig
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.common.families.architecture import read_content
+from services.common.families.supported import text_of
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.fleet.launch import Addresses, launch
 from services.coordinator.fleet.running import unless_one_dies
@@ -106,7 +107,9 @@ def _dtype(model: str, dtype: str) -> str:
             raise InvalidInput(f"--dtype {dtype}: must be auto, {' or '.join(_DTYPES)}", field="dtype")
         return dtype
     content = read_content(model)
-    named = content.get("dtype", content.get("torch_dtype"))
+    # Models that also see or hear may name it only for their text part.
+    of_parts = (part.get(key) for part in (content, text_of(content)) for key in ("dtype", "torch_dtype"))
+    named = next(filter(None, of_parts), None)
     return named if named in _DTYPES else "float32"
 
 

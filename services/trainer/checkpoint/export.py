@@ -92,7 +92,11 @@ def _with_dtype(card: ModelCard, dtype: torch.dtype) -> ModelCard:
     """Returns the card with this dtype in config.json. Older models name it torch_dtype, which old programs read."""
     config = json.loads(card.files["config.json"])
     named = str(dtype).removeprefix("torch.")
-    config |= {key: named for key in ("dtype", "torch_dtype") if key in config} or {"dtype": named}
+    text = config.get("text_config")
+    parts = [part for part in (config, text) if isinstance(part, dict)]
+    places = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if key in part]
+    for part, key in places or [(config, "dtype")]:
+        part[key] = named
     content = json.dumps(config, indent=2, ensure_ascii=False).encode()
     return ModelCard(files={**card.files, "config.json": content})
 

@@ -19,6 +19,12 @@ from services.trainer.checkpoint.export import export_hugging_face
         ({"torch_dtype": "bfloat16"}, {"torch_dtype": "float32"}),
         ({"dtype": "bfloat16", "torch_dtype": "bfloat16"}, {"dtype": "float32", "torch_dtype": "float32"}),
         ({}, {"dtype": "float32"}),
+        ({"text_config": {"dtype": "bfloat16"}}, {"text_config": {"dtype": "float32"}}),
+        (
+            {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}},
+            {"dtype": "float32", "text_config": {"torch_dtype": "float32"}},
+        ),
+        ({"text_config": {}}, {"dtype": "float32", "text_config": {}}),
     ],
 )
 def test_config_has_the_dtype_of_the_weights(tmp_path: Path, config: dict[str, Any], written: dict[str, Any]) -> None:
