@@ -57,6 +57,7 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
     stream = WeightStream(empty, dtype, torch.device("cpu"))
     hidden, parameters = whole.head.get_parameter("weight").shape[1], list(empty.parameters())
     layer_configs = getattr(text, "per_layer_config", None) or [text]  # in Gemma 4, layers have keys of several sizes
+    largest = max(layer_configs, key=lambda layer: _key_value_size(layer, hidden))
     widths = [list(_widths(layer, hidden, text)) for layer in whole.layers]
     sizes: dict[str, object] = {
         "model_type": empty.config.model_type,
@@ -69,7 +70,8 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
         "widest": max((width for layer in widths for width in layer), default=hidden),
         "hidden_size": hidden,
         "vocab_size": whole.head.get_parameter("weight").shape[0],
-        "key_value_size": max(_key_value_size(layer, hidden) for layer in layer_configs),
+        "key_value_size": _key_value_size(largest, hidden),
+        "num_key_value_heads": _key_value_heads(largest),
         "sizes": [spec.numel() for _, spec in stream.specs()],
     }
     add_adapters(empty, config.lora, sites, seed=0)
@@ -80,7 +82,11 @@ def _key_value_size(layer: Any, hidden: int) -> int:
     """Returns how many numbers the keys of a token have; `layer` is the config of a layer, or of all."""
     heads = getattr(layer, "num_attention_heads", None) or 1
     head_dim = getattr(layer, "head_dim", None) or hidden // heads
-    return head_dim * (getattr(layer, "num_key_value_heads", None) or heads)
+    return head_dim * _key_value_heads(layer)
+
+
+def _key_value_heads(layer: Any) -> int:
+    return getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", None) or 1
 
 
 def _widths(layer: nn.Module, hidden: int, text: Any) -> Iterator[int]:

@@ -164,7 +164,7 @@ def _broken_rules(
         yield (
             "trainer.max_tokens_per_microbatch",
             f"{max_tokens} must be a multiple of {parts} = {layout.align}, to which sequences are padded; nearest "
-            f"legal: {_nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
+            f"legal: {nearest(max_tokens, lambda n: n % layout.align == 0, max_tokens + layout.align)}"
             + ("; TP must also divide the model's attention heads" if layout.tp > 1 else ""),
         )
     yield from pass_through_problems(megatron)
@@ -191,15 +191,15 @@ def _sizes(megatron: MegatronConfig, num_ranks: int) -> Problems:
         yield (
             "trainer.num_ranks",
             f"{num_ranks} must be TP x PP x CP x DP, a multiple of {tp} x {pp} x {cp} = {dense}; nearest legal: "
-            f"{_nearest(num_ranks, lambda n: n % dense == 0, num_ranks + dense)}",
+            f"{nearest(num_ranks, lambda n: n % dense == 0, num_ranks + dense)}",
         )
     if num_ranks % expert:
         both = lcm(dense, expert)
         yield (
             "expert_model_parallel_size",
             f"{ep}: trainer.num_ranks {num_ranks} must be a multiple of PP x EP x ETP = {pp} x {ep} x {etp} = {expert}"
-            f"; nearest legal EP: {_nearest(ep, lambda n: num_ranks % (pp * n * etp) == 0, num_ranks) or 'none'}, "
-            f"nearest legal num_ranks: {_nearest(num_ranks, lambda n: n % both == 0, num_ranks + both)}",
+            f"; nearest legal EP: {nearest(ep, lambda n: num_ranks % (pp * n * etp) == 0, num_ranks) or 'none'}, "
+            f"nearest legal num_ranks: {nearest(num_ranks, lambda n: n % both == 0, num_ranks + both)}",
         )
     if megatron.virtual_pipeline_model_parallel_size and pp == 1:
         yield (
@@ -250,7 +250,7 @@ def _tensor_parallel(layout: Layout, model: Architecture) -> Problems:
 
     if is_legal(layout.tp):
         return
-    legal = f"nearest legal: {_nearest(layout.tp, is_legal, model.num_attention_heads)}"
+    legal = f"nearest legal: {nearest(layout.tp, is_legal, model.num_attention_heads)}"
     for name, count in counts.items():
         if count % layout.tp:
             yield "tensor_model_parallel_size", f"{layout.tp}: the model's {name} {count} must divide by TP; {legal}"
@@ -264,7 +264,7 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
     sizes = layout.stage_sizes(model.num_layers)
     are_whole = all(size > 0 and size % layout.vpp == 0 for size in sizes)
     if len(sizes) != layout.pp or sum(sizes) != model.num_layers or not are_whole:
-        fits_pp = _nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
+        fits_pp = nearest(layout.pp, lambda n: model.num_layers % (n * layout.vpp) == 0, model.num_layers)
         yield (
             "pipeline_model_parallel_size",
             f"{layout.pp}: the model's num_hidden_layers {model.num_layers} must divide by PP x VPP = "
@@ -283,7 +283,7 @@ def _pipeline_and_experts(megatron: MegatronConfig, layout: Layout, model: Archi
     counts["expert_tensor_parallel_size"] = (layout.etp, "moe_intermediate_size", model.moe_intermediate_size)
     for key, (size, name, count) in counts.items():
         if count % size:
-            fits = _nearest(size, lambda n, count=count: count % n == 0, count)
+            fits = nearest(size, lambda n, count=count: count % n == 0, count)
             yield key, f"{size}: the model's {name} {count} must divide by it; nearest legal: {fits}"
     own = {"score_function": model.family.router, "enable_expert_bias": model.has("mlp.router.expert_bias")}
     for key, value in own.items():
@@ -363,7 +363,7 @@ def _why_not_gathered(megatron: MegatronConfig) -> str:
     return next((f"does not work with transformer_config_kwargs.{name}" for name in others if options.get(name)), "")
 
 
-def _nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
+def nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
     """Returns the nearest legal numbers below and above `value`, up to `limit`, as text; empty if there are none."""
     below = next((n for n in range(value - 1, 0, -1) if is_legal(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_legal(n)), None)

@@ -235,7 +235,8 @@ class RolloutConfig(Strict):
     max_model_len: int = Field(default=4096, ge=2)
     """Maximum length of prompt plus completion, in tokens (vLLM max_model_len)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Number of GPUs (or CPU processes) per replica (vLLM tensor_parallel_size)."""
+    """Number of GPUs (or CPU processes) per replica (vLLM tensor_parallel_size). It must divide the model's attention
+    heads, and be a divisor or a multiple of the number of its key-value heads."""
     max_samples: int = Field(default=256, ge=1)
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
     torch_compile: Compile = "auto"

@@ -32,6 +32,8 @@ class MeasuredModel:
     vocab_size: int
     key_value_size: int
     """The most numbers of keys that a layer caches for one token."""
+    num_key_value_heads: int
+    """Of the layer with the most numbers of keys."""
     sizes: tuple[int, ...]
     """Of each tensor of the checkpoint."""
     adapter_sizes: tuple[int, ...]

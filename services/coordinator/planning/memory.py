@@ -388,11 +388,11 @@ def cache_token_bytes(config: Config, model: Model) -> int:
 
     Of latent attention it is what keys and values are made of, and every worker has all of it.
     """
-    size = 1 if config.rollout.kv_cache_dtype == "fp8" else 2
+    size, tp = (1 if config.rollout.kv_cache_dtype == "fp8" else 2), config.rollout.tensor_parallel_size
     if isinstance(model, Architecture) and model.kv_lora_rank:
-        whole = size * model.num_layers * model.latent_size
-        return whole * config.rollout.tensor_parallel_size // _workers_per_copy(config)
-    return size * 2 * model.num_layers * model.key_value_size // _workers_per_copy(config)
+        return size * model.num_layers * model.latent_size * tp // _workers_per_copy(config)
+    copies = max(1, tp // model.num_key_value_heads)  # of each head, if there are more workers than heads
+    return size * 2 * model.num_layers * model.key_value_size * copies // _workers_per_copy(config)
 
 
 def _workers_per_copy(config: Config) -> int:

@@ -9,18 +9,19 @@ from rich.table import Table
 
 from services.common.config import streaming
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.layout import Layout, check_layout, data_parallel_size, rank_map
+from services.common.config.layout import Layout, check_layout, data_parallel_size, nearest, rank_map
 from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
+from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import (
     Architecture,
     read_architecture,
     read_content,
 )
-from services.common.families.supported import require_supported
+from services.common.families.supported import require_supported, text_of
 from services.coordinator.planning.activations import microbatch_tokens, weight_bytes
 from services.coordinator.planning.frozen import frozen_models, is_shared, read_model
 from services.coordinator.planning.measured import MeasuredModel
@@ -96,14 +97,17 @@ def _processes(environment: EnvironmentConfig) -> str:
 
 
 def check_model(config: AnyConfig) -> None:
-    """Checks the models as the trainer will, and the layouts of strategy megatron, of those that are on this host.
+    """Checks the models as the trainer and the engine will, and the layouts of strategy megatron, of those that are on
+    this host.
 
     Raises:
-        InvalidInput: A strategy does not support the model, or a layout breaks a rule.
+        InvalidInput: A strategy does not support the model, a layout breaks a rule, or the engine cannot cut its heads.
     """
     for name, settings, directory in role_models(config):
         if (directory / "config.json").is_file():
             _check(name, settings, directory)
+    if isinstance(config, Config) and (Path(config.model) / "config.json").is_file():
+        _check_engine(config)
 
 
 def planned_model(config: AnyConfig) -> Model:
@@ -177,6 +181,28 @@ def _check(name: str, settings: TrainerConfig, directory: Path) -> None:
     if settings.strategy == "megatron":
         model = read_architecture(directory)
         check_layout(settings.megatron, settings.num_ranks, architecture=model, key=f"{name}.megatron")
+
+
+def _check_engine(config: Config) -> None:
+    """Checks that vLLM can cut the model's heads: evenly those of queries, and those of keys and values evenly, or into
+    the same number of copies of each. Latent attention has no heads of keys and values to cut."""
+    content, tp = text_of(read_content(config.model)), config.rollout.tensor_parallel_size
+    heads = content.get("num_attention_heads")
+    groups = heads if content.get("kv_lora_rank") else content.get("num_key_value_heads", heads)
+    if not (isinstance(heads, int) and isinstance(groups, int) and heads > 0 and groups > 0):
+        return  # the engine knows this model's heads by other names
+
+    def is_legal(size: int) -> bool:
+        return heads % size == 0 and (groups % size == 0 or size % groups == 0)
+
+    if is_legal(tp):
+        return
+    rule = f"num_attention_heads {heads} must divide by it"
+    if heads % tp == 0:
+        rule = f"num_key_value_heads {groups} must be a multiple or a divisor of it"
+    key = "rollout.tensor_parallel_size"
+    message = f"{key} {tp}: the model's {rule}; nearest legal: {nearest(tp, is_legal, heads)}"
+    raise InvalidInput(message, reason=Reason.INVALID_CONFIG, field=key)
 
 
 def _rank_table(layout: Layout, model: Architecture) -> Table:

@@ -24,6 +24,7 @@ def measured(model: Architecture, **changes: Any) -> MeasuredModel:
         "hidden_size": model.hidden_size,
         "vocab_size": model.vocab_size,
         "key_value_size": model.key_value_size,
+        "num_key_value_heads": model.num_key_value_heads,
         "sizes": tuple(model.tensor_sizes()),
         "adapter_sizes": (),
     }

@@ -295,6 +295,11 @@ def test_float8_halves_the_engines_layers_and_adds_copies_to_the_trainers(dense:
     quantized = config.model_copy(update={"rollout": RolloutConfig(precision="fp8", kv_cache_dtype="fp8")})
     assert engine_weights(config, model) - engine_weights(quantized, model) == matrices
     assert cache_token_bytes(quantized, model) * 2 == cache_token_bytes(config, model)
+    whole, *parts = (
+        cache_token_bytes(config.model_copy(update={"rollout": RolloutConfig(tensor_parallel_size=tp)}), model)
+        for tp in (1, 2, 4)
+    )
+    assert parts == [whole // 2] * 2  # with two heads of keys, two of four workers hold the same head
     split = sizes(tp=2, pp=2)
     plain, _ = make(dense, num_ranks=4, megatron=split)
     config, _ = make(dense, num_ranks=4, megatron=split | {"fp8": "tensorwise"})

@@ -1,16 +1,20 @@
 """Placements for GPUs at hand, and the memory of shared ones, against sums done by hand."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from services.common.config.load import load
 from services.common.config.placement import BUCKET_BYTES
+from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, Reason, Unavailable
 from services.coordinator.cli.main import app
 from services.coordinator.clients.gpus import Gpu, read_gpus
+from services.coordinator.planning.plan import check_model
 from services.coordinator.planning.suggest import parse_gpus, search
 from tests.support import raises
 
@@ -145,6 +149,33 @@ def test_a_placement_that_a_rule_refuses_is_not_said_to_be_too_large(args: list[
         and "training takes 65.3 GiB of each GPU or more" in message
         and "trainer.lora.rank" in message
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "wrong", "legal"),
+    [
+        (
+            {"num_attention_heads": 28, "num_key_value_heads": 4},
+            8,
+            "num_attention_heads 28 must divide by it; .* 4 or 28",
+        ),
+        ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, "num_key_value_heads 4 must be .* 4 or 8"),
+    ],
+)
+def test_an_engine_that_cannot_cut_the_heads_is_refused_and_not_suggested(
+    args: list[str], heads: dict[str, int], wrong: int, legal: str
+):
+    directory = Path(args[0]).parent
+    for content in (SHAPE | heads, {"model_type": "gemma3", "text_config": SHAPE | heads}):
+        (directory / "config.json").write_text(json.dumps(content))
+        config = load(Config, [*args, "trainer.strategy=fsdp", f"rollout.tensor_parallel_size={wrong}"])
+        with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="rollout.tensor_parallel_size") as caught:
+            check_model(config)
+        assert re.search(legal, caught.value.message)
+    (directory / "config.json").write_text(json.dumps(SHAPE | heads))
+    found = search([*args, "trainer.lora.rank=8", "rollout.max_samples=512"], [40 * GIB] * 8)
+    sizes = {override for proposal in found.legal for override in proposal.overrides if "parallel" in override}
+    assert "rollout.tensor_parallel_size=4" in sizes and f"rollout.tensor_parallel_size={wrong}" not in sizes
 
 
 def test_activations_are_recomputed_where_nothing_fits_without(args: list[str]):
