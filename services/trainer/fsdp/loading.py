@@ -1,7 +1,7 @@
 """Loads a Hugging Face causal model, proves that it is computed exactly, and shards it over the ranks."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,9 @@ def build(
             _recompute(layer)
     _shard(model, config, mesh, compute_dtype)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device="cpu" if config.fsdp.cpu_offload else mesh.device_type)
-    for name, buffer in buffers.items():
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, buffer.to(mesh.device_type))
+    device = "cpu" if config.fsdp.cpu_offload else mesh.device_type
+    model.to_empty(device=device)
+    _set_buffers(model, buffers, device)
     full: dict[str, Any] = {}
     with same_on_all_ranks():
         if mesh.get_rank() == 0:
@@ -136,9 +135,17 @@ def build(
             add_adapters(whole.causal_lm, config.lora, sites, seed=seed)
             full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # Only now, because torch takes a state of one device only. FSDP does not move buffers to the GPU for a forward.
+    _set_buffers(model, dict(model.named_buffers()), mesh.device_type)
     with same_on_all_ranks():
         require_finite(((name, local_shard(parameter)) for name, parameter in empty.named_parameters()), model_path)
     return model
+
+
+def _set_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor], device: str) -> None:
+    for name, buffer in buffers.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, buffer.to(device))
 
 
 def _agreed_layout(model_path: str, mesh: DeviceMesh) -> Layout:

@@ -2,20 +2,26 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
+from services.trainer.fsdp import loading
+from services.trainer.fsdp.model import LogprobModel
 from tests.trainer.fsdp_harness import SMALL, Harness, config, samples
 from tests.trainer.zoo_harness import make_zoo_model
 
 TINY = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 CORRECTION_BIAS = "e_score_correction_bias"
 BIAS = f"model.layers.1.mlp.gate.{CORRECTION_BIAS}"
+VALUES = torch.tensor([5.0, -5.0, 5.0, -5.0])
 
 
 @pytest.fixture
@@ -29,17 +35,22 @@ def open_model(harness: Harness, model: Path) -> None:
     harness.worker.open(role=Role.POLICY, config_json=config_json, **paths, seed=0, bucket_bytes=1 << 20)
 
 
-def test_buffers_of_a_checkpoint_are_published_and_exported(harness: Harness, copied: Path, tmp_path: Path) -> None:
+def save_with_bias(directory: Path) -> Glm4MoeForCausalLM:
+    """Saves a model whose router has a correction bias, a buffer of the checkpoint."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
     model = Glm4MoeForCausalLM(
         Glm4MoeConfig(**TINY, **experts, num_key_value_heads=2, head_dim=16, first_k_dense_replace=1, eos_token_id=1)
     )
-    bias = torch.tensor([5.0, -5.0, 5.0, -5.0])
-    model.get_buffer(BIAS).copy_(bias)
-    model.save_pretrained(copied)
+    model.get_buffer(BIAS).copy_(VALUES)
+    model.save_pretrained(directory)
+    return model
+
+
+def test_buffers_of_a_checkpoint_are_published_and_exported(harness: Harness, copied: Path, tmp_path: Path) -> None:
+    model = save_with_bias(copied)
     open_model(harness, copied)
     assert {name: tensor.dtype for name, tensor in harness.backend.weight_specs()}[BIAS] is torch.float32
-    assert torch.equal(dict(harness.backend.weights())[BIAS].cpu(), bias)
+    assert torch.equal(dict(harness.backend.weights())[BIAS].cpu(), VALUES)
     begin(tmp_path / "exported")
     harness.worker.export(path=str(tmp_path / "exported"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
@@ -66,6 +77,29 @@ def test_correction_biases_are_not_rounded(harness: Harness, tmp_path: Path, nam
     specs, published = dict(harness.backend.weight_specs()), dict(harness.backend.weights())
     for key, bias in biases.items():
         assert (specs[key].dtype, published[key].tolist()) == (torch.float32, bias.tolist())
+
+
+def test_buffers_are_loaded_beside_offloaded_weights_and_then_moved(
+    harness: Harness, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device `meta` stands for a GPU: there is none here."""
+    open_model(harness, copied)  # it makes the process group
+    save_with_bias(copied)
+    loaded = dict[str, torch.Tensor]()
+
+    def load(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}  # torch takes no other state
+        set_model_state_dict(model, *args, **kwargs)
+        loaded.update((name, buffer.clone()) for name, buffer in model.named_buffers())
+
+    monkeypatch.setattr(loading, "set_model_state_dict", load)
+    monkeypatch.setattr(loading, "_shard", lambda *_: None)
+    mesh: Any = SimpleNamespace(device_type="meta", get_rank=lambda: 0)
+    dtypes = {"weight_dtype": torch.float32, "compute_dtype": torch.float32}
+    model = loading.build(LogprobModel, str(copied), config({"fsdp": {"cpu_offload": True}}), mesh, **dtypes)
+    assert torch.equal(loaded[f"causal_lm.{BIAS}"], VALUES)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
 def test_resuming_takes_the_optimizers_settings_of_now(harness: Harness, tmp_path: Path) -> None:
