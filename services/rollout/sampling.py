@@ -14,7 +14,13 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TOP_K, MIN_TEMPERATURE
+from services.common.config.rollout import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_K,
+    MIN_TEMPERATURE,
+)
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
 from services.rollout.compat.vllm.client import forbid
 from services.rollout.compat.vllm.recorded import ASKS, masks_of
@@ -86,6 +92,8 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
     lengths = [len(sequence.tokens) for sequence in sampling.bad_words]
     if len(lengths) > MAX_BAD_WORDS or sum(lengths) > MAX_BAD_WORD_TOKENS or not all(lengths):  # the engine would die
         raise ValueError(f"bad_words: at most {MAX_BAD_WORDS}, none empty, of {MAX_BAD_WORD_TOKENS} tokens together")
+    if sampling.min_tokens and len(set(sampling.stop_token_ids)) > MAX_STOP_TOKENS:  # as with bad words
+        raise ValueError(f"min_tokens: needs at most {MAX_STOP_TOKENS} stop_token_ids, the model's own included")
     translated = EngineSampling(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,

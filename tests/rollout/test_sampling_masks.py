@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
-from lockstep.types.v1.types_pb2 import TokenSequence
+from lockstep.types.v1.types_pb2 import SamplingParams, TokenSequence
 
 from services.common.batches.batch import decode_sampling_masks
 from services.common.batches.routed_experts import from_parts
 from services.common.errors import InvalidInput
+from services.rollout.sampling import engine_sampling
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 from tests.support import raises
 
@@ -140,3 +141,11 @@ async def test_masks_that_could_not_come_are_refused(played: PlayedTrainer, samp
         await played.replica.generate(
             stamp, **{"temperature": 1.0, "top_k": 5, "return_sampling_mask": True} | sampling
         )
+
+
+def test_more_stop_tokens_than_the_engine_takes_are_refused_before_they_end_it() -> None:
+    stops = list(range(129))
+    for fits in ({"stop_token_ids": stops}, {"stop_token_ids": stops[1:], "min_tokens": 1}):
+        engine_sampling(SamplingParams(max_tokens=2, **fits), seed=0)
+    with pytest.raises(ValueError, match="min_tokens: needs at most 128 stop_token_ids"):
+        engine_sampling(SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=stops), seed=0)

@@ -107,6 +107,9 @@ MAX_TOP_K = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
 """How many token sequences, with how many tokens together, vLLM takes as bad words."""
 
+MAX_STOP_TOKENS = 128
+"""How many stop tokens vLLM's Model Runner V2 can keep from being sampled before min_tokens."""
+
 
 def _require_exact(temperature: float, *, or_else: str) -> float:
     if 0 < temperature < MIN_TEMPERATURE:
@@ -187,6 +190,11 @@ class SamplingConfig(Strict):
                 )
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
+        if self.min_tokens and (num_stops := len(set(self.stop_token_ids))) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids has {num_stops} tokens: with min_tokens vLLM takes at most {MAX_STOP_TOKENS} stop "
+                "tokens, the model's own included; leave some out, or set min_tokens to 0"
+            )
         if not self.is_truncated and (self.min_tokens or self.bad_words):
             key, what = "bad_words", "a token that would complete one cannot be sampled"
             if self.min_tokens:

@@ -127,6 +127,11 @@ CROSS_FIELD = {
         ["min_tokens 9 must be at most max_tokens 8"],
         ["rollout.sampling={min_tokens: 8, top_k: 5, max_tokens: 8}"],
     ),
+    "so many stop tokens can be kept from being sampled": (
+        [f"rollout.sampling={{min_tokens: 8, top_k: 5, stop_token_ids: {[*range(129)]}}}"],
+        ["rollout.sampling", "stop_token_ids has 129 tokens", "at most 128"],
+        [f"rollout.sampling={{min_tokens: 8, top_k: 5, stop_token_ids: {[*range(128)]}}}"],
+    ),
     "an evaluation's completion can be as long as it must be": (
         [*HELD, "evaluation.sets={held: {min_tokens: 9, max_tokens: 8}}"],
         ["evaluation.sets.held", "min_tokens 9 must be at most max_tokens 8"],
