@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import chat_template_utils
 
-from services.trainer.compat.transformers import ignored_tensors, keeping_float32, routers, set_choice
+from services.trainer.compat.transformers import ignored_tensors, keeping_float32, routers, set_choice, take_layout
 
 
 def test_a_model_says_which_tensors_it_leaves_out() -> None:
@@ -35,6 +43,16 @@ def test_a_tensor_is_kept_in_float32(tmp_path: Path) -> None:
     }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_takes_the_prefix_that_a_checkpoint_has() -> None:
+    with torch.device("meta"):
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL, num_key_value_heads=2))
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    old = {name.replace("model.", "model.language_model."): shape for name, shape in own.items()}
+    for stored in (own, old):
+        take_layout(model, stored)
+        assert revert_weight_conversion(model, model.state_dict()).keys() == stored.keys()
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}

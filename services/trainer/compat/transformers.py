@@ -8,6 +8,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from services.common.compat.versions import require_version
 
@@ -20,6 +28,32 @@ def ignored_tensors(causal_lm: PreTrainedModel) -> Iterable[str]:
     Reason: transformers keeps them in a private attribute of the model.
     """
     return causal_lm._keys_to_ignore_on_load_unexpected or ()
+
+
+def take_layout(causal_lm: PreTrainedModel, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Makes `revert_weight_conversion` return the names and shapes of these tensors of a checkpoint.
+
+    Reason: of a model that was not loaded it leaves out prefixes and transpositions that only some checkpoints have,
+    such as the `vision_model` of Gemma 3's, and those of the experts of Qwen3-VL-MoE.
+    """
+    conversions = get_model_conversion_mapping(causal_lm, add_legacy=False)
+    prefixes = [one for one in conversions if isinstance(one, PrefixChange)]
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    own, used = causal_lm.state_dict(), set[int]()
+    for name in sorted(stored):
+        for one in prefixes:
+            one._was_used = False
+        renamed, pattern = rename_source_key(name, renamings, converters, causal_lm.base_model_prefix, own)
+        if renamed not in own:
+            continue
+        used |= {id(one) for one in prefixes if one.was_used()}
+        for converter in converters:
+            for operation in converter.operations if pattern in converter.source_patterns else ():
+                if isinstance(operation, Transpose) and stored[name] != own[renamed].shape:
+                    operation.check_dims = False  # it would compare the model with itself
+    kept = [one for one in conversions if not isinstance(one, PrefixChange) or id(one) in used]
+    causal_lm._weight_conversions = kept  # type: ignore[assignment]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from services.trainer.checkpoint.model_files import (
     stored_tensors,
 )
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
-from services.trainer.compat.transformers import ignored_tensors, keeping_float32
+from services.trainer.compat.transformers import ignored_tensors, keeping_float32, take_layout
 from services.trainer.fsdp.lora import add_adapters, sites_of
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.proof import layout_of
@@ -42,12 +42,14 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 
 
 def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: bool) -> None:
-    """Checks that the files have exactly the tensors of the model. Without `has_head`, any output layer is accepted.
+    """Checks that the files have exactly the tensors of the model, which takes their names and shapes from now on.
 
-    The engine, which starts without weights, is sent the tensors of the model and no others.
+    Without `has_head`, any output layer is accepted. The engine, which starts without weights, is sent the tensors of
+    the model and no others.
     """
     directory = Path(model_path)
     stored = stored_tensors(directory)
+    take_layout(causal_lm, {name: tensor.shape for name, tensor in stored.items()})
     specs = WeightStream(causal_lm, torch.float32, torch.device("cpu")).specs()
     shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in specs}
     tied = causal_lm.all_tied_weights_keys

@@ -45,8 +45,8 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for run in self._runs:
             for (name, _), whole in zip(run, self.gather([parameter for _, parameter in run]), strict=True):
-                is_renamed = [spec for spec, _ in self._specs[name]] != [name]
-                yield from self._as_checkpoint(name, whole) if is_renamed else [(name, whole)]
+                is_changed = [(stored, spec.shape) for stored, spec in self._specs[name]] != [(name, whole.shape)]
+                yield from self._as_checkpoint(name, whole) if is_changed else [(name, whole)]
         for name, buffer in self._buffers():
             yield from self._as_checkpoint(name, buffer)
 

@@ -1,10 +1,12 @@
 """Tests what is loaded beside parameters: buffers of a checkpoint, and the state of an optimizer."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -56,6 +58,37 @@ def test_buffers_of_a_checkpoint_are_published_and_exported(harness: Harness, co
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.arange(2, 20)[None]
     torch.testing.assert_close(exported(tokens).logits, model(tokens).logits, rtol=0, atol=1e-6)
+
+
+def as_gemma_on_the_hub(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return name.replace("vision_tower.", "vision_tower.vision_model."), tensor
+
+
+def as_qwen_on_the_hub(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    is_experts = ".experts." in name
+    return name, tensor.transpose(1, 2).contiguous() if is_experts else tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "as_on_the_hub"), [("gemma3", as_gemma_on_the_hub), ("qwen3_vl_moe", as_qwen_on_the_hub)]
+)
+def test_older_names_and_shapes_are_read_and_published(
+    harness: Harness, tmp_path: Path, name: str, as_on_the_hub: Callable[..., tuple[str, torch.Tensor]]
+) -> None:
+    model = make_zoo_model(name, tmp_path / "model")
+    new = load_file(model / "model.safetensors")
+    harness.open(str(model), {})
+    want = harness.logprobs(samples())
+    assert {key: tensor.shape for key, tensor in harness.backend.weights()} == {k: t.shape for k, t in new.items()}
+    old = dict(as_on_the_hub(key, tensor) for key, tensor in new.items())
+    assert [(key, tensor.shape) for key, tensor in old.items()] != [(key, tensor.shape) for key, tensor in new.items()]
+    save_file(old, model / "model.safetensors", metadata={"format": "pt"})
+    harness.open(str(model), {})
+    np.testing.assert_array_equal(np.concatenate(harness.logprobs(samples())), np.concatenate(want))
+    published = dict(harness.backend.weights())
+    assert {key: tensor.shape for key, tensor in harness.backend.weight_specs()} == {k: t.shape for k, t in old.items()}
+    assert published.keys() == old.keys()
+    assert all(torch.equal(published[key], tensor) for key, tensor in old.items())
 
 
 @pytest.mark.parametrize("rank", [0, 2])
