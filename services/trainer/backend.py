@@ -138,7 +138,14 @@ class Backend(Protocol):
         ...
 
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the policy's adapters like `weights`, with PEFT's names."""
+        """Yields the policy's adapters like `weights`, with PEFT's names for the checkpoint's tensors."""
+        ...
+
+    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields what `adapter` does, with PEFT's names for transformers' modules, by which PEFT finds them.
+
+        A checkpoint may name them otherwise.
+        """
         ...
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:

@@ -102,8 +102,8 @@ def compare_adapters(harness: Harness, directory: Path) -> dict[str, Any]:
 
     Returns the largest differences: of merged weights from base + alpha / rank * B A, of the exported model's
     log-probabilities from the trainer's, of these from those before the update, and of adapters after the update that
-    is made again after resuming; and which layers have adapters that an update has changed, and which parameters got
-    gradients.
+    is made again after resuming; and which layers have adapters that an update has changed, which parameters got
+    gradients, and which targets of the exported adapters are no modules of transformers' model.
     """
     name, export, checkpoint = directory.name, directory / "export", directory / "checkpoint"
     harness.open(name, ADAPTED)
@@ -124,6 +124,7 @@ def compare_adapters(harness: Harness, directory: Path) -> dict[str, Any]:
     if harness.rank:
         return {}
     model = class_of(zoo_config(name)).from_pretrained(export, dtype=torch.float32, attn_implementation="eager")
+    targets = json.loads((export / "adapter" / "adapter_config.json").read_text())["target_modules"]
     with torch.no_grad():
         want = [plain_grpo.score(model.eval(), row, TEMPERATURE)[0] for row in samples().to_pylist()]
     return {
@@ -133,6 +134,7 @@ def compare_adapters(harness: Harness, directory: Path) -> dict[str, Any]:
         "resumed": max(float((resumed[key] - went_on[key]).abs().max()) for key in went_on),
         "adapted": sorted({key.split(".lora_B")[0] for key, b in went_on.items() if ".lora_B" in key and b.any()}),
         "trained": sorted(trained),
+        "unmatched": sorted(set(targets) - {module for module, _ in model.named_modules()}),
     }
 
 

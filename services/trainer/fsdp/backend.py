@@ -185,6 +185,9 @@ class FsdpBackend(Backend):
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._adapters
 
+    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._adapters.of_modules()
+
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._adapters.specs()
 

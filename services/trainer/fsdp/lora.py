@@ -9,7 +9,7 @@ with the checkpoint's name.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -110,15 +110,17 @@ def _adapt(layers: Iterable[nn.Module], name: str, lora: LoraConfig, seed: int) 
 
 
 class AdapterStream:
-    """Iterates over the policy's adapters with PEFT's names, and over its weights with the adapters merged."""
+    """Iterates over the policy's adapters with PEFT's names, and over its weights with the adapters merged.
+
+    The names are those of the checkpoint, which vLLM reads, or of transformers' modules, by which PEFT finds them.
+    """
 
     def __init__(self, causal_lm: nn.Module, base: WeightStream):
         self._base = base
-        named = causal_lm.named_modules()
-        adapted = {
-            base.checkpoint_name(f"{name}.weight"): layer for name, layer in named if isinstance(layer, _Adapted)
-        }
-        self._layers = {name: layer for name, layer in adapted.items() if name}
+        adapted = {name: layer for name, layer in causal_lm.named_modules() if isinstance(layer, _Adapted)}
+        stored = {base.checkpoint_name(f"{name}.weight"): name for name in adapted}
+        self._modules = {name: module for name, module in stored.items() if name}
+        self._layers = {name: adapted[module] for name, module in self._modules.items()}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and meta tensors of the adapters."""
@@ -129,10 +131,17 @@ class AdapterStream:
         ]
 
     def __iter__(self) -> _Named:
+        return self._named({name: name for name in self._layers})
+
+    def of_modules(self) -> _Named:
+        """Yields the adapters with the names of the modules."""
+        return self._named(self._modules)
+
+    def _named(self, names: Mapping[str, str]) -> _Named:
         for name, layer in self._layers.items():
             a, b = self._base.gather([layer.lora_A, layer.lora_B])
-            yield peft_name(name, "A"), a
-            yield peft_name(name, "B"), b
+            yield peft_name(names[name], "A"), a
+            yield peft_name(names[name], "B"), b
 
     def merged(self) -> _Named:
         """Yields the weights W + alpha / rank * B A, without gradient."""

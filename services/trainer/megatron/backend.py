@@ -163,6 +163,9 @@ class MegatronBackend(Backend):
     def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._adapter.to_first())
 
+    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.adapter()  # transformers' modules have the checkpoint's names in every family
+
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._base.to_first())
 

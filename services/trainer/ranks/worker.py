@@ -284,7 +284,7 @@ class Worker(MemoryCommands):
         subdirectory `adapter` gets the adapters alone, with the tokenizer.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
-        adapter = self._open().adapter() if lora.rank else ()
+        adapter = self._open().adapter_of_modules() if lora.rank else ()
         if self._rank != 0:
             _exhaust(weights)
             _exhaust(adapter)

@@ -27,13 +27,16 @@ FEW = {
     "qwen3_next": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba linear_attn.out_proj mlp.shared_expert.gate_proj "
     "mlp.shared_expert.up_proj mlp.shared_expert.down_proj self_attn.q_proj self_attn.k_proj self_attn.v_proj "
     "self_attn.o_proj",
+    # Checkpoints name its modules otherwise than transformers does.
+    "nemotron_h": "mixer.in_proj mixer.out_proj mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj mixer.up_proj "
+    "mixer.down_proj mixer.shared_experts.up_proj mixer.shared_experts.down_proj",
 }
 REFUSED = {"deepseek_v32", "glm_moe_dsa"}
 
 
 def assert_adapted(found: dict[str, Any], name: str) -> None:
     assert "refused" not in found, found
-    assert found["adapted"]
+    assert found["adapted"] and not found["unmatched"], found
     assert all(".lora_" in parameter for parameter in found["trained"]), name
     assert found["merged"] <= MERGED, name
     assert found["logprob"] <= LOGPROB_NATS, name
