@@ -253,14 +253,17 @@ def test_this_vllm_returns_routes_on_cpu_through_the_hook_only() -> None:
 
 
 def test_vllms_own_routes_are_asked_for_with_an_argument_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "enable_return_routed_experts" in {field.name for field in fields(AsyncEngineArgs)}
+    assert {"enable_return_routed_experts", "moe_backend"} <= {field.name for field in fields(AsyncEngineArgs)}
     assert "VLLM_MSGPACK_ZERO_COPY_THRESHOLD" in vllm.envs.environment_variables
     with monkeypatch.context() as patch:  # set before engines are forked, which see no later variable
         patch.setattr(os, "environ", environ := dict[str, str]())
         _configure_vllm()
     assert environ["VLLM_MSGPACK_ZERO_COPY_THRESHOLD"] == str(1 << 40)
     monkeypatch.setattr(recorded, "require_version", lambda _: "0.26.0")
-    assert recorded.returning_experts({}, is_gpu=True) == {"enable_return_routed_experts": True}
+    # Triton's kernels do not route, as others do on Blackwell, which vLLM would choose there and get no experts from.
+    asked = {"moe_backend": "triton", "enable_return_routed_experts": True}
+    assert recorded.returning_experts({}, is_gpu=True) == asked
+    assert recorded.returning_experts({"moe_backend": "auto"}, is_gpu=True) == asked | {"moe_backend": "auto"}
     assert recorded.returning_experts({"enforce_eager": True}, is_gpu=False) is None
     monkeypatch.setattr(recorded, "require_version", lambda _: "0.32.0")
     assert recorded.returning_experts({}, is_gpu=True) is None

@@ -80,8 +80,11 @@ def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgu
     version = require_version("vllm")
     if _is_split(arguments):
         return None
+    if is_gpu and version in _V1_RUNNER_ON_GPU:
+        # On Blackwell vLLM prefers a kernel that routes by itself, from which it returns no experts but zeros.
+        return {"moe_backend": "triton", **arguments, "enable_return_routed_experts": True}
     if is_gpu:
-        return {**arguments, "enable_return_routed_experts": True} if version in _V1_RUNNER_ON_GPU else None
+        return None
     can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
     return _marked(arguments, EXPERTS) if can_hook else None
 
