@@ -15,6 +15,8 @@ from services.common.json_values import JsonObject
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 # The largest heads of FlashAttention's kernels.
 _MOST_OF_HEAD = 256
+# Torch's kernel takes multiples of this alone, and nothing pads heads for its variable-length form.
+_PART_OF_HEAD = 8
 
 
 class Kernel(enum.StrEnum):
@@ -33,7 +35,7 @@ def choose(device: str, dtype: str, head_size: int, *, has_cap: bool = False) ->
     if device != "cuda" or dtype.endswith("float32") or head_size > _MOST_OF_HEAD:
         return Kernel.PADDED
     if not has_cap:
-        return Kernel.TORCH
+        return Kernel.PADDED if head_size % _PART_OF_HEAD else Kernel.TORCH
     return Kernel.FLASH_ATTN if HAS_FLASH_ATTN else Kernel.PADDED
 
 

@@ -28,6 +28,8 @@ LENGTHS = (3, 17, 1, 9)
         ((CUDA, HALF, 256), True, False, Kernel.PADDED),
         ((CUDA, HALF, 512), True, True, Kernel.PADDED),
         ((CUDA, HALF, 512), False, True, Kernel.PADDED),
+        ((CUDA, HALF, 100), False, True, Kernel.PADDED),  # OpenLLaMA-3B
+        ((CUDA, HALF, 100), True, True, Kernel.FLASH_ATTN),  # which pads heads itself
         ((CUDA, torch.float32, 64), True, True, Kernel.PADDED),
         ((CPU, HALF, 64), True, True, Kernel.PADDED),
     ],
