@@ -201,6 +201,7 @@ CARD = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
@@ -228,6 +229,7 @@ FUNCTION = {
     "partial rotation": Row(is_a("phi3", rope_parameters=PARTIAL)),
     "partial rotation that transformers ignores": refused(rope(**PARTIAL), f"partial_rotary_factor 0.75 is {ANY}"),
     "dynamic scaling": refused(rope(rope_type="dynamic", factor=2.0, rope_theta=1e4), f"'dynamic' is {ANY}"),
+    "dynamic scaling of Hunyuan's": Row(is_a("hunyuan_v1_dense", head_dim=16, rope_parameters=ALPHA), megatron=KNOWN),
     "long scaling": refused(has_json(model_type="phi3", rope_parameters=LONG), f"'longrope' is {ANY}"),
     "linear scaling": Row(rope(rope_type="linear", factor=2.0, rope_theta=1e4)),
     "scaling under its old name": Row(

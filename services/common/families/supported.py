@@ -41,6 +41,8 @@ def choose(device: str, dtype: str, head_size: int, *, has_cap: bool = False) ->
 
 # Rotary scalings whose frequencies depend on the longest sequence that is computed together with a sample.
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+# Models for which `dynamic` with an alpha sets a fixed base, up to max_position_embeddings.
+_HAS_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 # Keys of which each number is a list or a dictionary of modules, and more than any model has.
 _COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
 _MOST = 4096
@@ -86,7 +88,8 @@ def _of_both(content: JsonObject) -> Iterator[str]:
         yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
     for rope in _ropes(content).values():
         kind = _kind(rope)
-        if kind in _LENGTH_DEPENDENT:
+        is_fixed = kind == "dynamic" and bool(rope.get("alpha")) and model_type in _HAS_ALPHA
+        if kind in _LENGTH_DEPENDENT and not is_fixed:
             yield (
                 f"rotary scaling {kind!r} is not supported by any strategy: its result for a sample depends on the "
                 "longest sample that is computed together with it"

@@ -13,6 +13,8 @@ BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}  # as in Hunyuan-7B-Instruct
+
 
 @pytest.mark.parametrize(
     ("content", "refused_by", "named"),
@@ -30,6 +32,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         ({"model_type": "phi3", "sliding_window": 2047}, MEGATRON, "sliding_window 2047"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, BOTH, "'dynamic'"),
+        ({"model_type": "llama", "rope_scaling": ALPHA}, BOTH, "'dynamic'"),  # transformers ignores the alpha
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": ALPHA | {"alpha": 0}}, BOTH, "'dynamic'"),
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": ALPHA}, MEGATRON, "not hunyuan_v1_dense"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, BOTH, "'longrope'"),
         ({"model_type": "phi3", "rope_scaling": {"type": "su"}}, BOTH, "'su'"),
         ({"model_type": "gemma9", "rope_parameters": {"full": {"rope_type": "dynamic"}}}, BOTH, "'dynamic'"),
