@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,7 +184,10 @@ def test_the_local_spec_is_made_of_them() -> None:
     assert RMSNorm.__name__ in replaced and SDPAttention.__name__ in replaced
 
 
-def test_latent_attention_cuts_its_latents_and_takes_a_layer_that_it_does_not_cut() -> None:
+def test_latent_attention_cuts_its_latents_and_takes_a_layer_that_it_does_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(multi_latent_attention, "TELinear", nn.Linear)  # as if TransformerEngine were there
     spec = get_gpt_decoder_block_spec(
         config(multi_latent_attention=True, qk_layernorm=True),
         use_transformer_engine=False,
@@ -196,10 +200,12 @@ def test_latent_attention_cuts_its_latents_and_takes_a_layer_that_it_does_not_cu
     source = inspect.getsource(MLASelfAttention)
     assert "kv_combined = gather_from_tensor_model_parallel_region(kv_combined)" in source
     assert "k_pos_emb = gather_from_sequence_parallel_region(k_pos_emb, group=self.tp_group)" in source
-    assert "submodules.linear_kv_down_proj in [TELinear]" in source
+    assert re.search(r"submodules.linear_q_down_proj in \[\s+Linear,", source)
+    assert re.search(r"submodules.linear_kv_down_proj in \[\s+Linear,", source)
     replaced = with_torch_modules(spec).layer_specs[0].submodules.self_attention.submodules
     assert replaced.linear_q_down_proj is replaced.linear_kv_down_proj is DuplicatedLinear
-    assert multi_latent_attention.TELinear is DuplicatedLinear
+    assert multi_latent_attention.Linear is DuplicatedLinear
+    assert multi_latent_attention.TELinear is nn.Linear  # else its own layers could not be made anymore
 
 
 def test_latent_attention_has_the_eps_of_all_norms() -> None:

@@ -45,8 +45,11 @@ def with_torch_modules(spec: Any) -> Any:
         kwargs = {name: with_torch_modules(value) for name, value in spec.keywords.items()}
         return functools.partial(with_torch_modules(spec.func), *map(with_torch_modules, spec.args), **kwargs)
     if isinstance(spec, multi_latent_attention.MLASelfAttentionSubmodules):
-        # The class that it builds as a layer that is not cut.
-        multi_latent_attention.TELinear = DuplicatedLinear  # pyright: ignore[reportAttributeAccessIssue]
+        # Makes it take a class that it does not know, in place of ModelOpt's, which no spec here has. TELinear stays
+        # where there is one: such a process makes TransformerEngine's layers, too.
+        multi_latent_attention.Linear = DuplicatedLinear  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(multi_latent_attention.TELinear, type):  # a mock, with which isinstance fails
+            multi_latent_attention.TELinear = DuplicatedLinear  # pyright: ignore[reportAttributeAccessIssue]
         whole = dict.fromkeys(("linear_q_down_proj", "linear_kv_down_proj"), DuplicatedLinear)
         spec = dataclasses.replace(spec, **whole)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
