@@ -145,7 +145,7 @@ async def test_masks_that_could_not_come_are_refused(played: PlayedTrainer, samp
 
 def test_more_stop_tokens_than_the_engine_takes_are_refused_before_they_end_it() -> None:
     stops = list(range(129))
-    for fits in ({"stop_token_ids": stops}, {"stop_token_ids": stops[1:], "min_tokens": 1}):
-        engine_sampling(SamplingParams(max_tokens=2, **fits), seed=0)
+    engine_sampling(SamplingParams(max_tokens=2, stop_token_ids=stops), seed=0)
+    engine_sampling(SamplingParams(max_tokens=2, stop_token_ids=stops[1:], min_tokens=1), seed=0)
     with pytest.raises(ValueError, match="min_tokens: needs at most 128 stop_token_ids"):
-        engine_sampling(SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=stops), seed=0)
+        engine_sampling(SamplingParams(max_tokens=2, stop_token_ids=stops, min_tokens=1), seed=0)
