@@ -62,7 +62,7 @@ def warn_of_other_versions(
 def change_since(samples: pa.Table, now: Versions) -> str:
     """Returns what changed since a batch was scored, by scorers or an environment that it has; "" if nothing did."""
     before = {what: old or now[what] for what, old in versions_of(samples).items()}
-    return ", ".join(f"{what} {old} became {new}" for what, old, new in _changes(before, now))
+    return _described(before, now)
 
 
 def change_between(ledger: Ledger, first: int, last: int) -> str:
@@ -70,6 +70,10 @@ def change_between(ledger: Ledger, first: int, last: int) -> str:
     before, now = ledger.last(Kind.SCORED, first), ledger.last(Kind.SCORED, last)
     if before is None or now is None:  # evaluations without scorers, as of SFT
         return ""
+    return _described(before, now)
+
+
+def _described(before: Versions, now: Versions) -> str:
     return ", ".join(f"{what} {old} became {new}" for what, old, new in _changes(before, now))
 
 

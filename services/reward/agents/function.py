@@ -2,13 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.import_path import require_takes
 from services.reward.agents.base import CalledRunner, Part
-from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.environments.executor import MAX_REPLY_BYTES, without_stop_iteration
 from services.reward.environments.pool import EpisodePool, worker_target
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
@@ -46,7 +47,9 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
         return await function(**fields)
     thread = ThreadPoolExecutor(1)
     try:
-        result = asyncio.get_running_loop().run_in_executor(thread, _without_stop_iteration, function, fields)
+        result = asyncio.get_running_loop().run_in_executor(
+            thread, partial(without_stop_iteration, "function", function, **fields)
+        )
         try:
             returned = await asyncio.shield(result)
         except asyncio.CancelledError:  # a thread cannot be interrupted
@@ -55,13 +58,6 @@ async def _call(function: object, fields: Mapping[str, object]) -> object:
     finally:
         thread.shutdown(wait=False)
     return await returned if inspect.isawaitable(returned) else returned
-
-
-def _without_stop_iteration(function: Callable[..., object], fields: Mapping[str, object]) -> object:
-    try:
-        return function(**fields)
-    except StopIteration as error:  # no future takes it as its exception, so that whoever waits would wait forever
-        raise RuntimeError("the function raised StopIteration") from error
 
 
 class FunctionRunner(CalledRunner):

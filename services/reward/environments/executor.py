@@ -139,7 +139,7 @@ class _Episode:
 
     async def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._has_thread = True
-        thread = self._thread.submit(_without_stop_iteration, function, *args, **kwargs)
+        thread = self._thread.submit(without_stop_iteration, "environment", function, *args, **kwargs)
         try:
             result = await asyncio.wrap_future(thread)
         except asyncio.CancelledError:
@@ -149,12 +149,12 @@ class _Episode:
         return await result if inspect.isawaitable(result) else result
 
 
-def _without_stop_iteration(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Calls the function. A future cannot hold a StopIteration, and would never be done."""
+def without_stop_iteration(what: str, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+    """Calls the function. A future cannot hold a StopIteration, and would never be done: an error names `what`."""
     try:
         return function(*args, **kwargs)
     except StopIteration as error:
-        raise RuntimeError("the environment raised StopIteration") from error
+        raise RuntimeError(f"the {what} raised StopIteration") from error
 
 
 _STEP = "(observation, reward, done), or a dict with messages, reward and done"

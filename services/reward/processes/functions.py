@@ -74,7 +74,7 @@ class FunctionPool(WorkerPool[Worker]):
     ):
         super().__init__([Worker(target) for _ in range(num_workers + num_spares)])
         self._num_workers, self._max_concurrent, self._num_tries = num_workers, max_concurrent, num_tries
-        self._slots, self._has_spares = asyncio.Semaphore(num_workers), num_spares > 0
+        self._slots = asyncio.Semaphore(num_workers)
         self._timeout_s = timeout_s
         self._idle: asyncio.Queue[Worker] = asyncio.Queue()
         self._sending: set[asyncio.Task[Reply]] = set()
@@ -133,7 +133,7 @@ class FunctionPool(WorkerPool[Worker]):
             except asyncio.CancelledError:
                 # A function that is not async can only be canceled with its process. Where none waits to take its
                 # place, the next one may have a model to load: the call goes on, within its time limit, for nobody.
-                if self._is_async or self._has_spares:
+                if self._is_async or len(self._workers) > self._num_workers:
                     sending.cancel()
                     await asyncio.wait({sending})
                 raise
