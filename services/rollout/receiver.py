@@ -107,8 +107,10 @@ class WeightReceiver(worker.WorkerExtension):
         return Fit(device_uuid=state["device_uuid"], needed_bytes=needed, free_bytes=state["device_free_bytes"])
 
     def lockstep_before_sleep(self) -> None:
-        """Forgets the weights, and frees memory that vLLM does not know of."""
+        """Forgets the weights, frees memory that vLLM does not know of, and keeps what only vLLM has."""
         self._lockstep_base_sums = (0, 0)  # or a publication would leave out the base, which is lost
+        if self.device.type == "cuda":
+            worker.keep_plain_tensors(worker.model_of(self))
         if not self._lockstep_plan_message:
             return
         if self._lockstep_group is not None and self._lockstep_group.free_buffers():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
+from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS, plain_tensors
 from tests.rollout.toy_engine import Toy, Worker, adapter
 
 BUCKET_BYTES = 600
@@ -60,3 +61,21 @@ def test_a_base_that_was_dropped_is_sent_again():
     assert worker.base_sums == sums
     assert all(tensor.any() for tensor in contents(worker).values())
     assert all(torch.equal(worker.adapter[name], tensor) for name, tensor in adapter(2))
+
+
+def test_what_neither_a_publication_nor_vllm_brings_back_is_found():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 2))
+            self.first_row = self.weight.data[0]
+            self.register_buffer("cache", torch.ones(3))
+            self.scale = torch.tensor(2.0)
+            self.stacks = (torch.ones(2), torch.ones(3))
+            self.empty = torch.tensor([])
+
+    model = nn.Sequential(Layer())
+    kernel = type("Kernel", (), {"__module__": "vllm.v1.attention"})()
+    kernel.alibi_slopes = torch.ones(5)
+    model[0].impl = kernel
+    assert sorted(tensor.numel() for tensor in plain_tensors(model)) == [1, 2, 3, 5]

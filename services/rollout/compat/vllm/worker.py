@@ -107,6 +107,34 @@ def _allocations(asleep: Collection[str]) -> Iterator[Any]:
             yield data
 
 
+def keep_plain_tensors(model: nn.Module) -> None:
+    """Lets the coming sleep keep the memory of `plain_tensors`, which vLLM then restores when the weights are woken.
+
+    Reason: level 2 of vLLM's sleep mode restores buffers, and a publication brings parameters. Whatever else a module
+    has, such as the slopes of ALiBi, would have unspecified content. Seen with vLLM 0.26.0 and 0.32.0 (CUDA).
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator, libcudart  # only with CUDA
+
+    kept = {tensor.untyped_storage().data_ptr() for tensor in plain_tensors(model)}
+    for pointer, data in CuMemAllocator.get_instance().pointer_to_data.items():
+        num_bytes = data.handle[1]
+        if data.tag == WEIGHTS and any(pointer <= address < pointer + num_bytes for address in kept):
+            data.cpu_backup_tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            libcudart.cudaMemcpy(data.cpu_backup_tensor.data_ptr(), pointer, num_bytes)
+
+
+def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors of the modules, and of the kernels' objects they have, that share no memory with a parameter
+    or buffer."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    values = [value for module in model.modules() for value in vars(module).values()]
+    objects = [value for value in values if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__")]
+    values += [value for each in objects if not isinstance(each, nn.Module) for value in vars(each).values()]
+    values += [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned]
+
+
 def reload_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads `weights`, by their checkpoint names, as vLLM would from files. The device may still be busy on return.
 
