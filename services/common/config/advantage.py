@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.common.config.base import Strict, Table, require_read
+from services.common.config.base import Strict, Table, require_read, require_switch
 from services.common.import_path import IMPORT_PATH
 
 
@@ -25,6 +25,9 @@ class DynamicSamplingConfig(Strict):
     on_budget: Literal["train", "fail"] = "train"
     """What to do if a step reaches max_rounds with too few groups: train on the groups that it has (fails if they are
     too few for the mini-batches and ranks), or fail the run."""
+
+    def check_rules(self) -> None:
+        require_switch(self, "dynamic sampling")
 
 
 class OverSamplingConfig(Strict):
@@ -69,6 +72,7 @@ class CurriculumConfig(Strict):
     that prompts outside the range are tried again after a while."""
 
     def check_rules(self) -> None:
+        require_switch(self, "the curriculum")
         if self.low > self.high:
             raise ValueError(f"low {self.low:g} must be at most high {self.high:g}")
 

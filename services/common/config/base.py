@@ -141,6 +141,19 @@ def require_read(section: Strict, kind: str, kinds_of: Mapping[str, Collection[s
             raise ValueError(f"{key} is not read by kind {kind}, only by {', '.join(sorted(kinds))}: leave it out")
 
 
+def require_switch(section: Strict, what: str) -> None:
+    """Refuses keys of a section that nobody turned on. Who wrote `enabled: false` knows that it is off.
+
+    Raises:
+        ValueError: `enabled` was not given, and another key has a value that is not its default.
+    """
+    changed = section.model_dump(exclude_defaults=True)
+    if "enabled" not in section.model_fields_set and changed:
+        raise ValueError(
+            f"{min(changed)} has no effect while {what} is off: set enabled: true (or false, to keep the key)"
+        )
+
+
 def nearest_multiples(count: int, divisor: int) -> str:
     """Returns the positive multiples of `divisor` next to `count`, which is none, as text."""
     below = count // divisor * divisor

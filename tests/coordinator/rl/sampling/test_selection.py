@@ -195,9 +195,12 @@ async def test_a_failure_of_one_call_ends_the_others():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"selection": {"dynamic": {"component": "maths"}}}, r"dynamic\.component maths is not one of .*: exact"),
-        ({"selection": {"curriculum": {"component": "maths"}}}, r"curriculum\.component maths"),
-        ({"selection": {"curriculum": {"low": 0.8, "high": 0.2}}}, "low 0.8 must be at most high 0.2"),
+        (
+            {"selection": {"dynamic": {"enabled": True, "component": "maths"}}},
+            r"dynamic\.component maths is not one of .*: exact",
+        ),
+        ({"selection": {"curriculum": {"enabled": True, "component": "maths"}}}, r"curriculum\.component maths"),
+        ({"selection": {"curriculum": {"enabled": True, "low": 0.8, "high": 0.2}}}, "low 0.8 must be at most high 0.2"),
         (
             {
                 "selection": {"dynamic": {"enabled": True}},
