@@ -32,7 +32,7 @@ from tests.support import PATIENCE_S, free_port
 
 TOKENIZER = SimpleNamespace(
     eos_token_ids=(1,),
-    decode=lambda tokens: " ".join(map(str, tokens)),
+    decode=lambda tokens, **_: " ".join(map(str, tokens)),
     decode_batch=lambda texts: [" ".join(map(str, tokens)) for tokens in texts],
     encode=lambda text: [*text.encode()],
 )

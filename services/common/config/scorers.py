@@ -76,9 +76,10 @@ class ModelConfig(BaseScorerConfig):
     label: int | None = Field(default=None, ge=0)
     """Index of the label whose logit is the score; required unless the model has exactly one label."""
     template: Literal["auto", "chat", "plain"] = "auto"
-    """Text that the model reads. chat: the row's messages, or its text as a user message, and the completion as an
-    assistant message in the reward model's chat template; plain: prompt + completion; auto: chat if the reward model
-    has a chat template, else plain."""
+    """Text that the model reads. chat: the row's messages, and the completion (the last turn of an episode) as an
+    assistant message in the reward model's chat template; a prompt that is no chat, or to which an environment added
+    messages, is one user message. plain: prompt + completion. auto: chat if the reward model has a chat template, else
+    plain."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
     """Device of the model: cpu, cuda or cuda:N; auto is the first GPU that the service sees, or the CPU if there is
     none."""

@@ -176,8 +176,7 @@ class Reward:
             answer=prompt.answer,
             extra_json=json.dumps(prompt.extra),
         )
-        # Those of an environment's first prompt, or of an agent's calls, are not the row's.
-        if prompt.messages[0]["role"] and not group.episodes and not group.left:
+        if prompt.messages[0]["role"]:
             for message in prompt.messages:
                 request.messages.add(role=str(message["role"]), content=str(message.get("content") or ""))
         episodes = [group.episode(sample) for sample in range(len(group.completions))]

@@ -45,8 +45,8 @@ class Prompt:
     extra: dict[str, object]
     """Further columns that the row has, as JSON values."""
     messages: tuple[Message, ...]
-    """Messages that the chat template rendered as `text`, including the system prompt. Without a template, one message
-    with an empty role and the whole text."""
+    """Messages that the chat template rendered as `text`, including the system prompt. Without a template, or with an
+    environment's first messages, one message with an empty role and the whole text."""
     row_prompt: RowPrompt
     """The prompt of the row itself, before system prompt and chat template: its text, or its list of messages."""
 
@@ -57,7 +57,7 @@ class Prompt:
         text = tokenizer.decode(list(tokens), skip_special_tokens=False)
         if tokens[: len(self.tokens)] == self.tokens:  # keeps the row's text, which decoding may change
             text = self.text + text.removeprefix(tokenizer.decode(list(self.tokens), skip_special_tokens=False))
-        return replace(self, tokens=tokens, text=text)
+        return replace(self, tokens=tokens, text=text, messages=({"role": "", "content": text},))
 
 
 class Prompts(Sequence[Prompt]):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
 from services.coordinator.clients.reward import Reward
-from services.coordinator.data.groups import SampledGroup
+from services.coordinator.data.groups import Episode, SampledGroup
 from services.reward.scorers.text import ExactScorer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config, make_prompt
@@ -197,3 +198,20 @@ async def test_a_service_that_scores_nothing_ends_the_run():
         with pytest.raises(DeadlineExceeded):
             await reward.score(GROUP, TOKENIZER)
         await reward.close()
+
+
+async def test_a_scorer_gets_the_messages_of_the_row_unless_an_environment_begins_with_its_own():
+    row = replace(make_prompt(7), messages=({"role": "user", "content": "1+1="},))
+    begun = row.read_as([*row.tokens, 3], TOKENIZER)
+    asked: list[list[str]] = []
+
+    async def note(request: pb.ScoreRequest) -> None:
+        asked.append([message.content for message in request.messages])
+
+    async with serving(servicer=FaultyServicer({row.prompt_id: note})) as address, running() as make:
+        reward = make(address, EXACT)
+        await reward.open("run")
+        episode = Episode([0], [1], [0.0], "tools 1")
+        for prompt in (row, begun):
+            await reward.score(replace(GROUP, prompt=prompt, episodes=[episode]), TOKENIZER)
+    assert asked == [["1+1="], []]
