@@ -6,7 +6,7 @@
     <- {"version": "1/3f2a...", "tools": [{...}]}             it is open; with JSON schemas
     -> {"reset": {"prompt": ..., "answer": ...}, "seed": 7}   begins an episode, after the end of the one before
     <- {"messages": [{"role": "user", "content": "..."}]}     or {"failure": {"reason": "...", "message": "..."}}
-    -> {"step": "..."}                                        the policy's text
+    -> {"step": "...", "is_reasoning": false}                 the policy's text; whether it begins within reasoning
     <- {"messages": [...], "reward": 1.0, "done": true, "tool_calls": [...]}     what is zero or empty is left out
 
 `agent` opens one in the same way, at a "place" if it is elsewhere (its "host", and "tls", a directory), and plays one
@@ -96,7 +96,8 @@ async def environment(requests: Requests) -> Answers:
             else:
                 request = pb.StepRequest(episode_id=str(num_episodes), turn=num_turns, text=call["step"])
                 num_tokens = len(call["step"].split())  # there is no tokenizer here
-                playing = table.step(request, Turn(call["step"], num_tokens, is_truncated=False))
+                turn = Turn(call["step"], num_tokens, False, call.get("is_reasoning", False))
+                playing = table.step(request, turn)
                 num_turns += 1
             try:
                 yield MessageToDict(await playing, preserving_proto_field_name=True)

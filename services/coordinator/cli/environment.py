@@ -76,11 +76,20 @@ def play_row(
         with AgentProbe(config.environment, place, shows_errors=True) as agent:
             console.print(f"{_answer(agent.open)['version']}, prompt {prompt.prompt_id}", soft_wrap=True)
             return play_agent(agent, model, prompt, console)
-    return _take_turns(config, config.environment, prompt, turns, console)
+    is_reasoning = Dialog(tokenizer, (), config).opens_reasoning(prompt.tokens)
+    if is_reasoning:
+        console.print("the chat template begins each turn within reasoning: end it before an answer", soft_wrap=True)
+    return _take_turns(config, config.environment, prompt, turns, console, is_reasoning=is_reasoning)
 
 
 def _take_turns(
-    config: Config, environment: TurnsConfig, prompt: Prompt, turns: Iterator[str], console: Console
+    config: Config,
+    environment: TurnsConfig,
+    prompt: Prompt,
+    turns: Iterator[str],
+    console: Console,
+    *,
+    is_reasoning: bool,
 ) -> bool:
     with EnvironmentProbe(environment, shows_errors=True) as probe:
         opened = _answer(probe.open)
@@ -101,7 +110,7 @@ def _take_turns(
                 return True
             console.print(f"--- turn {turn + 1}")
             say(console, "policy", text)
-            answer = _answer(probe.play, {"step": text})
+            answer = _answer(probe.play, {"step": text, "is_reasoning": is_reasoning})
             if "failure" not in answer:
                 console.print(f"reward {answer.get('reward', 0.0):g}{', done' * answer.get('done', False)}")
         if _show(console, answer) and not answer.get("done"):

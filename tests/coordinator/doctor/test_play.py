@@ -1,5 +1,6 @@
 """Tests what plays an environment without a model: `lockstep env try`, and the checks of a dry run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.coordinator.doctor.finding import Verdict
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console
+from tests.coordinator.conftest import CHATML
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, config_with
 
 USER = "tests.reward.environments.user_environments"
@@ -98,18 +100,32 @@ def test_an_episode_is_played_without_a_model(tmp_path: Path, how: str) -> None:
     assert (tmp_path / "journal").read_text().splitlines()[1:] == ["step hi", "step done", "close"]
 
 
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+CALCULATOR = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+
+
 def test_tools_and_limits_are_shown(tmp_path: Path) -> None:
-    config = write_config(tmp_path, {"kind": "tools", "tools": [{"kind": "calculator"}], "max_turns": 1})
+    config = write_config(tmp_path, {**CALCULATOR, "max_turns": 1})
     template = tmp_path / "template.jinja"
     template.write_text("{{ tools | tojson }}{% for message in messages %}{{ message.content }}\n{% endfor %}")
     content = yaml.safe_load(config.read_text())
     content["data"]["chat_template"] = str(template)
     config.write_text(yaml.safe_dump(content))
-    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-    done = tried(config, "--policy-text", call)
+    done = tried(config, "--policy-text", CALL)
     assert done.exit_code == 0
     assert "tool: {" in done.output and 'calls calculator({"expression": "6*7"})' in done.output
     assert "[tool calculator] 42" in done.output and "environment.max_turns: 1 turns were played" in done.output
+
+
+def test_a_call_within_the_reasoning_that_the_template_begins_is_none(
+    tmp_path: Path, make_model: Callable[..., Path]
+) -> None:
+    thinking = "{{ tools | tojson }}" + CHATML.replace("assistant\n", "assistant\n<think>\n")
+    chat = [f"model={make_model(thinking)}", "data.chat=true", "data.max_prompt_tokens=1000"]
+    config = write_config(tmp_path, CALCULATOR)
+    thought = tried(config, *chat, "--policy-text", CALL).output
+    assert "begins each turn within reasoning" in thought and "[tool calculator]" not in thought
+    assert "[tool calculator] 42" in tried(config, *chat, "--policy-text", f"6*7</think>{CALL}").output
 
 
 def test_a_failure_is_named_and_the_exit_code_is_1(tmp_path: Path) -> None:
