@@ -314,6 +314,13 @@ async def test_anything_answers_a_head_request():
         assert (await client.get(f"{url}/v1/messages")).status_code == 404
 
 
+async def test_a_model_of_any_name_is_the_policy():
+    async with served(refuses) as (url, line), openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=line.key) as client:
+        (listed,) = (await client.models.list()).data
+        assert listed.id == "policy"
+        assert await client.models.retrieve("policy") == await client.models.retrieve("openai/gpt-5") == listed
+
+
 async def test_agents_of_all_dialects_make_the_same_rows():
     def model(prompt: str, seed: int) -> str:
         if "tool_response" not in prompt.rpartition("</tools>")[2]:

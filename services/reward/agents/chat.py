@@ -67,9 +67,8 @@ class Chat(Dialect):
         yield b"data: [DONE]\n\n"
 
 
-def write_models(max_model_len: int) -> JsonObject:
-    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lockstep", "max_model_len": max_model_len}
-    return {"object": "list", "data": [model]}
+def write_model(max_model_len: int) -> JsonObject:
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "lockstep", "max_model_len": max_model_len}
 
 
 def _message(message: JsonObject, where: str) -> JsonObject:

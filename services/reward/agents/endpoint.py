@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
-from services.reward.agents.chat import Chat, write_models
+from services.reward.agents.chat import Chat, write_model
 from services.reward.agents.dialect import Dialect, Refusal, Request
 from services.reward.agents.messages import CountTokens, Messages
 from services.reward.agents.remote import Site
@@ -224,8 +224,10 @@ class Endpoint:
         try:
             if dialect:
                 return await self._call(request, dialect, self._line_of(request, own))
-            if request.method == "GET" and request.path == "/v1/models":
-                return web.json_response(write_models(self._line_of(request, own).max_model_len))
+            if request.method == "GET" and f"{request.path}/".startswith("/v1/models/"):
+                model = write_model(self._line_of(request, own).max_model_len)
+                is_list = request.path.removesuffix("/") == "/v1/models"  # else one, which calls may name as they like
+                return web.json_response({"object": "list", "data": [model]} if is_list else model)
             message = f"{request.method} {request.path}: there are {', '.join(_DIALECTS)} and /v1/models"
             raise Refusal(message, status=404)
         except Refusal as refusal:
