@@ -96,9 +96,7 @@ def shrink(config: PretrainedConfig, *, width: int = 0) -> PretrainedConfig:
     """
     content = config.to_dict()
     for change in _changes(config, width):
-        changed = copy.deepcopy(content)
-        if _is_possible(type(config), changed, change):
-            content = changed
+        content = _changed(type(config), content, change)
     return type(config).from_dict(content)
 
 
@@ -145,15 +143,17 @@ def _cut_vision(content: JsonObject) -> None:
     vision.update({key: 1 for key in ("num_hidden_layers", "depth", "num_layers") if key in vision})
 
 
-def _is_possible(kind: type[PretrainedConfig], content: JsonObject, change: Callable[[JsonObject], None]) -> bool:
-    """Changes `content`; returns whether there is a model of that config."""
+def _changed(kind: type[PretrainedConfig], content: JsonObject, change: Callable[[JsonObject], None]) -> JsonObject:
+    """Returns the changed content, or `content` as it was if there is no model of that config."""
+    changed = copy.deepcopy(content)
     try:
-        change(content)
-        with init_empty_weights(include_buffers=False):
-            make_model(kind.from_dict(copy.deepcopy(content)))
+        change(changed)
+        if changed != content:  # making a model takes a while, and most changes are of what other families have
+            with init_empty_weights(include_buffers=False):
+                make_model(kind.from_dict(copy.deepcopy(changed)))
     except Exception:  # noqa: BLE001 a family's code may refuse any value in any way
-        return False
-    return True
+        return content
+    return changed
 
 
 def _first_layers(config: PretrainedConfig) -> int:
