@@ -74,10 +74,13 @@ def _layout(kind: str, world: int, megatron: Mapping[str, Any], lora: Mapping[st
 LAYOUTS = dict(_layouts())
 
 
-# Only make test-long runs these layouts: others have what they have, each together with something else.
-LONG = {
-    *("untied-lora-cp2", "moe-lora-cp2", "moe-lora-dp2", "tied-canonical-pp2", "phi3-lora-pp2"),
-    *("qwen2_moe-canonical-pp2", "untied-canonical-tp2-plain", "untied-lora-dp2-overlap"),
+# Only make test-long runs the other layouts: these have what they have, each together with something else.
+LONG = LAYOUTS.keys() - {
+    *("untied-lora-1", "untied-lora-tp2", "untied-lora-dp2", "untied-lora-fsdp1", "untied-lora-fsdp2"),
+    *("moe-lora-1", "moe-lora-tp2", "moe-lora-fsdp1", "tied-canonical-1", "tied-canonical-tp2-pp2"),
+    *("phi3-lora-tp2", "qwen2_moe-canonical-tp2", "deepseek_v3-lora-1", "deepseek_v3-lora-tp2", "deep-lora-vpp2"),
+    *("some-1", "some-pp2", "some-fsdp2", "dropout-1", "dropout-1-recompute", "dropout-tp2-plain"),
+    *("bfloat16-1", "reference-1", "reference-fsdp1"),
 }
 
 # Maps a layout to the one whose adapters it loads.

@@ -226,12 +226,20 @@ FAMILY_LAYOUTS = {
     "qwen3-bf16": Layout("qwen3-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
     "qwen3_moe-bf16": Layout("qwen3_moe-bf16", 1, changes={"compute_dtype": "bfloat16"}, num_updates=0),
 }
-# Only make test-long runs these layouts: others have what they have, each together with something else.
-LONG = {
-    *("tied-cp2", "tied-dp2", "tied-dp2-plain", "tied-tp2-pp2", "tied-tp2-cp2", "untied-pp2-dp2", "untied-tp2-cp2"),
-    *("untied-cp2-unpacked", "moe-ep2-unpacked-gathered", "deep-vpp2-unpacked", "deep-vpp2-tp2"),
-    *("moe-ep2-pp2", "moe-ep2-pp2-gathered", "moe-ep4-gathered", "moe-tp2-ep2-etp1", "moe-cp2-ep2-gathered"),
-    *("routed-cp2-unpacked", "routed-ep2-gathered", "routed-ep2-pp2", "moe-tp4-ep2-etp1-overlap"),
-    *("moe-tp2-aux", "moe-pp2-aux", "moe-cp2-aux", "untied-dp2-plain-auto_offload"),
-    *("untied-dp2-param_offload", "untied-dp2-grad_offload", "untied-dp2-optimizer_offload"),
+# Only make test-long runs the other layouts: these have what they have, each together with something else.
+LONG = LAYOUTS.keys() - {
+    *("untied-1", "untied-1-small", "tied-1", "moe-1", "moe-1-small", "deep-1", "routed-1", "routed-deep-1"),
+    *(
+        "untied-tp2",
+        "untied-dp2",
+        "untied-dp2-plain",
+        "untied-tp2-pp2",
+        "tied-tp2",
+        "tied-pp2-dp2-overlap",
+        "deep-vpp2",
+    ),
+    *("moe-ep2-etp2", "moe-ep2-unpacked", "moe-tp2-ep2-etp1-gathered", "routed-cp2", "routed-deep-vpp2"),
+    *("untied-tp2-no-sp", "untied-tp2-broken", "moe-1-recompute-selective", "moe-1-frozen", "moe-1-aux", "moe-ep2-aux"),
+    *("untied-1-full", "untied-cp2-full-reference-pp2", "untied-1-bf16", "untied-dp2-auto_offload"),
 }
+assert all(LAYOUTS[name].like not in LONG for name in LAYOUTS if name not in LONG)

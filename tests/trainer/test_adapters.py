@@ -39,6 +39,13 @@ SPLITS = [
     for group in GROUPS
     if name.startswith(group + "-") and (LAYOUTS[name].world > 1 or name == f"{group}-fsdp1")
 ]
+
+
+def one_of(name: str) -> str:
+    """Returns the layout of one rank that is compared with the layout `name`."""
+    return next(f"{group}-1" for group in GROUPS if name.startswith(group + "-"))
+
+
 STRATEGIES = pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 
 
@@ -83,9 +90,9 @@ def test_published_weights_are_the_merged_ones(results: Path, name: str) -> None
     assert read(results, name)[1]["sends_merged"]
 
 
-@pytest.mark.parametrize("name", marked(SPLITS, LONG))
+@pytest.mark.parametrize("name", marked(SPLITS, [name for name in SPLITS if name in LONG or one_of(name) in LONG]))
 def test_training_is_the_same_in_every_layout(results: Path, name: str) -> None:
-    one = next(f"{group}-1" for group in GROUPS if name.startswith(group + "-"))
+    one = one_of(name)
     _, got = read(results, name)
     _, want = read(results, one)
     assert got["copies_agree"]
@@ -124,9 +131,9 @@ def test_base_and_adapter_are_the_merged_weights(results: Path, name: str) -> No
     ("name", "projections"),
     [
         ("untied-lora-1", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
-        ("tied-canonical-tp2", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
-        ("moe-lora-pp2", "q_proj k_proj v_proj o_proj"),
-        ("some-tp2", "q_proj v_proj up_proj"),
+        ("tied-canonical-tp2-pp2", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"),
+        ("moe-lora-tp2", "q_proj k_proj v_proj o_proj"),
+        ("some-pp2", "q_proj v_proj up_proj"),
         ("some-fsdp2", "q_proj v_proj up_proj"),
     ],
 )
@@ -142,10 +149,10 @@ def test_targets(results: Path, name: str, projections: str) -> None:
     assert torch.equal(q, v) == ("lora" in name)
 
 
-EXPORTS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-tp2", "bfloat16-1", "some-fsdp2"]
+EXPORTS = ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-pp2", "bfloat16-1", "some-fsdp2"]
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize("name", marked(EXPORTS, LONG))
 def test_export_holds_the_merged_model_and_the_adapter(results: Path, name: str) -> None:
     export = results / f"{name}-export"
     assert_same(load_file(export / "model-00001.safetensors"), part(results, f"{name}-after", "merged"))
@@ -167,7 +174,7 @@ FORWARDS += [
 ]
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("name", marked(FORWARDS, LONG))
 def test_adapted_forward_is_that_of_the_merged_export(results: Path, name: str) -> None:
     """Compares transformers, which runs the exported model, with the trainer, which ran base and adapters apart."""
     from transformers import AutoModelForCausalLM
@@ -176,7 +183,7 @@ def test_adapted_forward_is_that_of_the_merged_export(results: Path, name: str) 
     _assert_logprobs(model, read(results, f"{name}-after")[1]["logprobs"])
 
 
-@pytest.mark.parametrize("name", ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-tp2"])
+@pytest.mark.parametrize("name", ["untied-lora-1", "tied-canonical-tp2-pp2", "moe-lora-tp2", "some-pp2"])
 def test_peft_loads_the_exported_adapter(results: Path, name: str) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -186,16 +193,19 @@ def test_peft_loads_the_exported_adapter(results: Path, name: str) -> None:
     _assert_logprobs(model, read(results, f"{name}-after")[1]["logprobs"])
 
 
-@pytest.mark.parametrize(("name", "saved"), LOADS.items())
-def test_a_checkpoint_loads_in_another_layout(results: Path, name: str, saved: str) -> None:
+@pytest.mark.parametrize("name", marked(LOADS, LONG))
+def test_a_checkpoint_loads_in_another_layout(results: Path, name: str) -> None:
+    saved = LOADS[name]
     for which in ("adapter", "base"):
         assert_same(part(results, f"{name}-loaded", which), part(results, f"{saved}-after", which))
 
 
-def test_vllm_serves_the_exported_adapter(results: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [["untied-lora-1", "some-pp2"], pytest.param(["untied-canonical-tp2"], marks=pytest.mark.long)]
+)
+def test_vllm_serves_the_exported_adapter(results: Path, names: list[str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    names = ["untied-lora-1", "untied-canonical-tp2", "some-pp2"]
     out, base = results / "engine.json", results.parent / "models" / "untied"
     adapters = [str(results / f"{name}-export" / "adapter") for name in names]
     subprocess.run([sys.executable, "-m", "tests.trainer.lora_engine", str(out), str(base), *adapters], check=True)
@@ -225,7 +235,10 @@ def test_reference_is_the_base(results: Path, name: str) -> None:
     assert after["logprobs"] != before["logprobs"]
 
 
-@pytest.mark.parametrize("name", ["untied-lora-1", "untied-lora-tp2", "dropout-1"])
+RECOMPUTED = ["untied-lora-1", "untied-lora-tp2", "dropout-1"]
+
+
+@pytest.mark.parametrize("name", marked(RECOMPUTED, [name for name in RECOMPUTED if f"{name}-recompute" in LONG]))
 def test_recomputed_activations_give_the_same_updates(results: Path, name: str) -> None:
     # With dropout, masks in the backward that are not those of the forward would change gradients by their own size.
     got, want = part(results, f"{name}-recompute-after", "adapter"), part(results, f"{name}-after", "adapter")
@@ -233,7 +246,7 @@ def test_recomputed_activations_give_the_same_updates(results: Path, name: str) 
     assert read(results, f"{name}-recompute")[1]["updates"][0]["loss"] == read(results, name)[1]["updates"][0]["loss"]
 
 
-@pytest.mark.parametrize("name", ["dropout-1", "dropout-tp2", "dropout-tp2-plain"])
+@pytest.mark.parametrize("name", marked(["dropout-1", "dropout-tp2", "dropout-tp2-plain"], LONG))
 def test_dropout_is_for_training_only(results: Path, name: str) -> None:
     plain = name.replace("dropout", "untied-lora").removesuffix("-plain")
     # test_adapted_forward_is_that_of_the_merged_export compares the forward after training, too.
@@ -241,7 +254,10 @@ def test_dropout_is_for_training_only(results: Path, name: str) -> None:
         assert_close(part(results, f"{name}-after", "adapter"), part(results, f"{plain}-after", "adapter"), 0.01)
 
 
-@pytest.mark.parametrize(("name", "same_input"), [("dropout-tp2", []), ("dropout-tp2-plain", ["linear_qkv"])])
+@pytest.mark.parametrize(
+    ("name", "same_input"),
+    [pytest.param("dropout-tp2", [], marks=pytest.mark.long), ("dropout-tp2-plain", ["linear_qkv"])],
+)
 def test_ranks_with_the_same_input_drop_the_same(results: Path, name: str, same_input: list[str]) -> None:
     _, answers = read(results, name)
     assert answers["copies_agree"]

@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters on fsdp": {"lora": {"rank": 4}},
 }
 # Each is a command that starts a trainer. What else these read, the tests of the backends' checkpoints read as well.
-LONG = {"megatron by bucket", "adapters on fsdp"}
+LONG = {"megatron", "megatron by bucket", "adapters on fsdp"}
 
 
 async def lockstep(*arguments: object) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import PreconditionFailed, Reason
 from tests.trainer.deployment import Deployment
+from tests.trainer.harness_processes import marked
 
 # The samples' log-probabilities are made up, so that their effective sample size is small.
 _LAGGED: dict[str, Any] = {"lag": {"versions": 1, "min_ess": 1e-6}, "loss": {"old_logprobs": "engine"}}
@@ -36,7 +37,7 @@ async def refused(trainer: Deployment, batch: pa.Table, drawn: PolicyStamp | Non
     return caught.value.reason
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", marked(BACKENDS, ["Megatron"]))
 async def test_a_resumed_trainer_knows_its_last_publication(trainer: Deployment, tmp_path: Path, backend: str) -> None:
     path = str(tmp_path / "checkpoint")
     await trainer.open(**BACKENDS[backend])

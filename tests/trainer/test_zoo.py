@@ -19,6 +19,7 @@ from services.coordinator.planning.plan import planned_model, show_plan
 from tests.coordinator.planning.small_models import make
 from tests.support import with_routed_experts
 from tests.trainer.fsdp_harness import Harness, samples
+from tests.trainer.harness_processes import marked
 from tests.trainer.zoo import ZOO
 from tests.trainer.zoo_harness import SETTINGS, make_zoo_model, played
 
@@ -101,7 +102,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     harness.worker.close()
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "glm_moe_dsa", "lfm2", "llama4_text", "qwen3_5_moe", "qwen3"])
+# One that is refused, one of several parts and one that the registry knows; each takes a dry run and a plan, which ask
+# trainers of their own.
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "qwen3_5_moe", "qwen3"])
 def test_dry_run_and_plan_say_what_the_trainer_says(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
 
@@ -112,7 +115,10 @@ def test_all_of_the_zoo_is_told(harness: Harness, name: str) -> None:
     assert_told(harness, harness._models / name)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_moe_mixed"])
+REPLAYED = ["deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "qwen3_moe_mixed"]
+
+
+@pytest.mark.parametrize("name", marked(REPLAYED, ["glm4_moe", "minimax_m2"]))
 def test_experts_are_replayed(harness: Harness, name: str) -> None:
     make_zoo_model(name, harness._models / name)
     harness.open(name, SETTINGS)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from services.trainer.checkpoint import manifest as checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_harness import read
-from tests.trainer.harness_processes import start_harness
+from tests.trainer.harness_processes import marked, start_harness, to_run
 from tests.trainer.megatron.test_families import make_family
-from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, PAIRS, REFUSED, SAME, STAGED
+from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, LONG_PAIRS, PAIRS, REFUSED, SAME, STAGED, Pairs
 
 KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe", "gpt_oss")
 TOLERANCE = 1e-5
@@ -24,8 +25,18 @@ TOLERANCE = 1e-5
 orders, which is measured at 3e-7; an update changes weights by 1e-2, so an optimizer that begins anew is 1e-3 off."""
 
 
+ALL = [*PAIRS, *((name, name) for name in (*SAME, "tp2-async")), *REFUSED]
+
+
+def cases(pairs: Pairs) -> list[Any]:
+    """Returns pairs of layouts as parameters of a test; only make test-long runs those in LONG_PAIRS."""
+    return [
+        pytest.param(*pair, marks=[pytest.mark.long] * (pair in LONG_PAIRS), id=" to ".join(pair)) for pair in pairs
+    ]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs megatron_checkpoint_harness, whose ranks are all killed; returns the directory of their results."""
     directory = tmp_path_factory.mktemp("megatron_checkpoint")
     for kind in KINDS:
@@ -35,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.num_experts = 8
     Qwen3MoeForCausalLM(config).save_pretrained(directory / "models" / "moe8")
     out = directory / "out"
-    harness = start_harness("megatron_checkpoint_harness", out)
+    harness = start_harness("megatron_checkpoint_harness", out, to_run(request, __file__, ALL, LONG_PAIRS))
     try:
         harness.join(300)
     finally:
@@ -59,7 +70,7 @@ def session_of(leader: int) -> list[int]:
     return children
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS, ids=[f"{saved} to {loaded}" for saved, loaded in PAIRS])
+@pytest.mark.parametrize(("saved", "loaded"), cases(PAIRS))
 def test_another_layout_goes_on_with_the_same_numbers(results: Path, saved: str, loaded: str) -> None:
     want, want_metrics = read(results, f"{saved} went on")
     weights, metrics = read(results, f"{saved} to {loaded}")
@@ -70,7 +81,9 @@ def test_another_layout_goes_on_with_the_same_numbers(results: Path, saved: str,
     assert metrics["loss"] == pytest.approx(want_metrics["loss"], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [*SAME, "tp2-async"])
+@pytest.mark.parametrize(
+    "name", marked([*SAME, "tp2-async"], [saved for saved, loaded in LONG_PAIRS if saved == loaded])
+)
 def test_the_same_layout_goes_on_bit_by_bit(results: Path, name: str) -> None:
     want, want_metrics = read(results, f"{name} went on")
     weights, metrics = read(results, f"{name} to {name}")
@@ -85,7 +98,7 @@ def test_the_update_after_the_checkpoint_is_far_above_the_tolerance(results: Pat
     assert max(float((after_two[key] - after_none[key]).abs().max()) for key in after_two) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("saved", "loaded"), REFUSED, ids=[f"{saved} to {loaded}" for saved, loaded in REFUSED])
+@pytest.mark.parametrize(("saved", "loaded"), cases(REFUSED))
 def test_what_does_not_fit_is_refused_and_changes_nothing(results: Path, saved: str, loaded: str) -> None:
     answer = json.loads((results / f"{saved} to {loaded}.json").read_text())
     kind, message = answer["error"]
@@ -119,7 +132,7 @@ def test_norms_before_experts_have_the_names_that_they_have_on_gpus(results: Pat
     # Megatron's layers of TransformerEngine keep this norm apart. `moe-former` is a checkpoint of earlier versions.
     on_gpu = "decoder.layers.0.pre_mlp_layernorm.weight"
     former = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-    for layout, name, other in (("moe-ep2", on_gpu, former), ("moe-former", former, on_gpu)):
+    for layout, name, other in (("moe-ep2-etp2", on_gpu, former), ("moe-former", former, on_gpu)):
         reader = FileSystemReader(results / "checkpoints" / layout / "state")
         saved = reader.read_metadata().state_dict_metadata
         assert name in saved and f"optimizer.state.param.{name}" in saved
