@@ -89,24 +89,31 @@ def test_what_an_agent_asks_in_vain_and_its_failure_are_shown(model: Path) -> No
     assert done.exit_code == 0 and "0 calls in 0 segments" in done.stdout
     done = tried(model, "hi", path=f"{AGENTS}:crashes")
     assert done.exit_code == 1 and "environment: crashed: RuntimeError: a bug of the agent" in done.stdout
+
+
+@pytest.mark.long
+def test_an_agent_that_wants_another_turn_than_it_gets_is_shown(model: Path) -> None:
     done = tried(model, "hi", path=f"{AGENTS}:compacts")
     assert done.exit_code == 1 and "environment: crashed" in done.stdout, "it wanted a call of its tool"
     done = tried(model, f"I add.\n{CALL}", path=f"{AGENTS}:compacts")
     assert done.exit_code == 0 and done.stdout.endswith("no more turns of the policy: the episode was left\n")
 
 
+# Each asks a reward service of its own, which takes seconds to start.
 @pytest.mark.parametrize(
     ("environment", "verdict", "words"),
     [
         ({"path": f"{AGENTS}:compacts"}, OK, f"{AGENTS}:compacts can be imported"),
         ({"path": f"{AGENTS}:no_such"}, FAIL, "no_such"),
-        ({"path": f"{AGENTS}:user"}, FAIL, "row"),
+        pytest.param({"path": f"{AGENTS}:user"}, FAIL, "row", marks=pytest.mark.long),
         ({"command": ["python", "agent.py"]}, OK, "bin/python, with openai and anthropic"),
-        ({"command": ["cat"]}, OK, "its sandbox runs /usr/bin/cat"),
+        pytest.param({"command": ["cat"]}, OK, "its sandbox runs /usr/bin/cat", marks=pytest.mark.long),
         ({"command": ["no-such-agent"]}, FAIL, "the sandbox has no program no-such-agent"),
         ({"command": ["made"], "setup": ["true"]}, WARN, "no program made before environment.setup"),
-        ({"command": ["cat"], "files": {"x": "/no/such"}}, FAIL, "/no/such"),
-        ({"command": ["./own"], "files": {"own": __file__}}, OK, "its sandbox runs ./own"),
+        pytest.param({"command": ["cat"], "files": {"x": "/no/such"}}, FAIL, "/no/such", marks=pytest.mark.long),
+        pytest.param(
+            {"command": ["./own"], "files": {"own": __file__}}, OK, "its sandbox runs ./own", marks=pytest.mark.long
+        ),
     ],
 )
 def test_doctor_says_what_an_agent_needs(environment: dict[str, Any], verdict: Verdict, words: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.campaign.__main__ import play, warm
+from tests.campaign.__main__ import warm
 from tests.campaign.cluster import Cluster
 from tests.campaign.episode import Baseline, Episode, Plan, Result, make_plan
 from tests.campaign.faults.all import FAULTS
@@ -32,26 +32,31 @@ async def toys(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Warm]:
     [
         # The batch was sent and is not recorded as trained on: its step must get its row, line and checkpoint.
         ("kill", "coordinator", "trainer.Train.end", ["killed", "done"]),
-        ("kill", "rank-1", "trainer.SaveCheckpoint.begin", None),
+        pytest.param("kill", "rank-1", "trainer.SaveCheckpoint.begin", None, marks=pytest.mark.long),
         ("reset", "trainer", "trainer.Train.begin", ["done"]),
         ("forged-answers", "ranks", "trainer.Train.begin", ["done"]),
         # Open files cannot be written either, also by the session after the one in which it began.
-        ("read-only-disk", "resumed", "trainer.Train.begin", ["STORAGE_FAILED", "STORAGE_FAILED", "done"]),
+        pytest.param(
+            *("read-only-disk", "resumed", "trainer.Train.begin", ["STORAGE_FAILED", "STORAGE_FAILED", "done"]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 async def test_a_run_survives_or_resumes_exactly(
     fault: str, victim: str, event: str, outcomes: list[str] | None, toys: Warm
 ) -> None:
     cluster, baselines, directory = toys
-    result = await play(cluster, baselines, directory, Result(0, Plan("whole", fault, victim, event, 1)))
+    result = Result(0, Plan("whole", fault, victim, event, 1))
+    played = Episode(cluster, directory / "episode", directory, result)
+    await played.run(baselines["whole"])
     assert result.injected
     assert result.violations == []
     assert result.outcomes[-1] == "done"
     assert outcomes in (None, result.outcomes)
     assert fault != "read-only-disk" or {"ledger.sqlite", "ledger.lock", "history"} <= {*result.refused}
-    other = {"whole": replace(baselines["whole"], weights=b"others")}
     if fault == "reset":
-        wrong = await play(cluster, other, directory, Result(1, Plan("whole", fault, victim, event, 1)))
+        wrong = Result(1, result.plan, result.injected)
+        wrong.violations = played._wrong(replace(baselines["whole"], weights=b"others"))
         assert wrong.violations == ["the weights are not those of the undisturbed run"]
         save(directory / "saved.json", {"episodes": 2}, [result.row(), wrong.row()])
         assert load(directory / "saved.json") == [result.row(), wrong.row()]

@@ -7,7 +7,7 @@ DIRECTORY/NAME.{safetensors,json}.
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.trainer.megatron_checkpoint_harness import refusal
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, EP, PP, SMALL, TP, UNPACKED, VPP, Layout
 
+Pairs = Collection[tuple[str, str]]
 HEAD = "value_head.weight"
 VALUE_LOSS = {"value_clip": 0.2, "aggregation": "seq_mean_token_mean"}
 FSDP = SMALL | {"strategy": "fsdp"}
@@ -70,6 +71,12 @@ def _layouts() -> Iterator[tuple[str, Layout]]:
 
 
 LAYOUTS = dict(_layouts())
+# Only make test-long runs the other layouts: these have what they have, each together with something else.
+LONG = LAYOUTS.keys() - {
+    *("untied-fsdp", "tied-fsdp", "moe-fsdp", "deep-fsdp", "halves-fsdp", "untied-fsdp-dp2", "bf16-tp2"),
+    *("untied-cp2", "untied-dp2-plain", "untied-tp2-no-sp", "untied-tp2-auto_offload", "untied-tp2-pp2"),
+    *("tied-pp2", "deep-vpp2", "moe-ep2", "halves-tp2"),
+}
 # Policy, reference and critic on the same ranks: their layouts, and the order of calls. The letters p, r and c are
 # forwards of these roles, capitals are their updates, and x opens the critic anew.
 SHARED: dict[str, tuple[dict[Role, Layout], str]] = {
@@ -99,6 +106,9 @@ CHECKPOINTS = [
     ("untied-fsdp-dp2", "untied-fsdp-dp2"),
     ("untied-fsdp-dp2", "untied-fsdp"),
 ]
+# As above; tests/trainer/test_memory.py moves the memory of all roles.
+LONG_PAIRS = {("tied-pp2", "tied-tp2"), ("untied-fsdp-dp2", "untied-fsdp")}
+LONG_SHARED = {"offload"}
 MISTAKEN = ("untied-tp2", "tied-fsdp-dp2")
 
 
@@ -225,9 +235,9 @@ def save(harness: MegatronHarness, path: Path, role: Role) -> None:
     harness.worker.save(path=str(path), state={"version": 1, "last_batch_id": "b", "last_metrics": {}}, role=role)
 
 
-def save_all(harness: MegatronHarness, directory: Path) -> None:
+def save_all(harness: MegatronHarness, directory: Path, pairs: Pairs) -> None:
     """Makes an update and saves a checkpoint, whose files may be written while the next update is made."""
-    for name in sorted({name for name, _ in CHECKPOINTS}):
+    for name in sorted({name for name, _ in pairs}):
         layout = LAYOUTS[name]
         is_async = {} if "fsdp" in name else {"async_save": True}
         open_critic(harness, replace(layout, megatron={**layout.megatron, **is_async}))
@@ -238,8 +248,8 @@ def save_all(harness: MegatronHarness, directory: Path) -> None:
             harness.worker.saved()
 
 
-def load_all(harness: MegatronHarness, directory: Path) -> None:
-    for saved, loaded in CHECKPOINTS:
+def load_all(harness: MegatronHarness, directory: Path, pairs: Pairs) -> None:
+    for saved, loaded in pairs:
         if LAYOUTS[loaded].world == harness.world:
             open_critic(harness, LAYOUTS[loaded], str(directory / "checkpoints" / saved))
             _go_on(harness, directory, f"{saved} to {loaded}")
@@ -289,20 +299,22 @@ def convert(harness: MegatronHarness, directory: Path) -> None:
         write(directory, "converted", weights, answers)
 
 
-def act(harness: MegatronHarness, directory: Path) -> None:
-    run_all(harness, directory, (name for name, layout in LAYOUTS.items() if layout.world == harness.world), run)
+def act(harness: MegatronHarness, directory: Path, names: Sequence[str], pairs: Pairs, shared: Sequence[str]) -> None:
+    run_all(harness, directory, (name for name in names if LAYOUTS[name].world == harness.world), run)
     if harness.world == 2:
-        save_all(harness, directory)
+        save_all(harness, directory, pairs)
         mistake_all(harness, directory)
         convert(harness, directory)
-        for name in SHARED:
+        for name in shared:
             share(harness, name, directory)
-    load_all(harness, directory)
+    load_all(harness, directory, pairs)
 
 
-def main(directory: Path) -> int:
-    """Runs all ranks; returns 0 if every one came to its end, else 1."""
+def main(directory: Path, names: Sequence[str], pairs: Pairs, shared: Sequence[str]) -> int:
+    """Runs all ranks in the layouts `names`, with the checkpoints `pairs` and the roles of `shared`; returns 0 if every
+    rank came to its end, else 1."""
+    work = functools.partial(act, directory=directory, names=names, pairs=pairs, shared=shared)
     for world in (4, 2, 1):  # one rank loads what two saved
-        if any(run_ranks(world, directory, functools.partial(act, directory=directory))):
+        if any(run_ranks(world, directory, work)):
             return 1
     return 0

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+Name = TypeVar("Name", str, tuple[str, str])
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(
     ["services.trainer.megatron.backend", "services.trainer.fsdp.backend", "tests.trainer.megatron_harness"]
@@ -31,8 +32,14 @@ def few_of(few: Collection[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
     return [pytest.param(*case, marks=[] if case in few else [pytest.mark.long]) for case in cases]
 
 
-def to_run(request: pytest.FixtureRequest, file: str, names: Iterable[str], long: Collection[str]) -> list[str]:
-    """Returns the names that the chosen tests of `file` need: those in `long` only if one of these tests is."""
+def pairs_of(pairs: Iterable[tuple[str, str]], long: Collection[tuple[str, str]]) -> list[Any]:
+    """Returns pairs as parameters of a test, named "A to B"; only make test-long runs those in `long`."""
+    return [pytest.param(*pair, marks=[pytest.mark.long] * (pair in long), id=" to ".join(pair)) for pair in pairs]
+
+
+def to_run(request: pytest.FixtureRequest, file: str, names: Iterable[Name], long: Collection[Name]) -> list[Name]:
+    """Returns the names, or pairs of names, that the chosen tests of `file` need: those in `long` only if one of these
+    tests is."""
     items = [item for item in request.session.items if item.path == Path(file)]
     is_long = any(item.get_closest_marker("long") for item in items)
     return [name for name in names if is_long or name not in long]

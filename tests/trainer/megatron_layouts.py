@@ -229,16 +229,8 @@ FAMILY_LAYOUTS = {
 # Only make test-long runs the other layouts: these have what they have, each together with something else.
 LONG = LAYOUTS.keys() - {
     *("untied-1", "untied-1-small", "tied-1", "moe-1", "moe-1-small", "deep-1", "routed-1", "routed-deep-1"),
-    *(
-        "untied-tp2",
-        "untied-dp2",
-        "untied-dp2-plain",
-        "untied-tp2-pp2",
-        "tied-tp2",
-        "tied-pp2-dp2-overlap",
-        "deep-vpp2",
-    ),
-    *("moe-ep2-etp2", "moe-ep2-unpacked", "moe-tp2-ep2-etp1-gathered", "routed-cp2", "routed-deep-vpp2"),
+    *("untied-tp2", "untied-dp2", "untied-dp2-plain", "untied-tp2-pp2", "tied-tp2", "tied-pp2-dp2-overlap"),
+    *("deep-vpp2", "moe-ep2-etp2", "moe-ep2-unpacked", "moe-tp2-ep2-etp1-gathered", "routed-cp2", "routed-deep-vpp2"),
     *("untied-tp2-no-sp", "untied-tp2-broken", "moe-1-recompute-selective", "moe-1-frozen", "moe-1-aux", "moe-ep2-aux"),
     *("untied-1-full", "untied-cp2-full-reference-pp2", "untied-1-bf16", "untied-dp2-auto_offload"),
 }

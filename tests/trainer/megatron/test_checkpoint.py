@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from services.trainer.checkpoint import manifest as checkpoint
 from tests.support import make_model
 from tests.trainer.fsdp_harness import read
-from tests.trainer.harness_processes import marked, start_harness, to_run
+from tests.trainer.harness_processes import marked, pairs_of, start_harness, to_run
 from tests.trainer.megatron.test_families import make_family
-from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, LONG_PAIRS, PAIRS, REFUSED, SAME, STAGED, Pairs
+from tests.trainer.megatron_checkpoint_harness import BATCH_BYTES, LONG_PAIRS, PAIRS, REFUSED, SAME, STAGED
 
 KINDS = ("untied", "tied", "moe", "deep", "qwen2_moe", "gpt_oss")
 TOLERANCE = 1e-5
@@ -26,13 +25,6 @@ orders, which is measured at 3e-7; an update changes weights by 1e-2, so an opti
 
 
 ALL = [*PAIRS, *((name, name) for name in (*SAME, "tp2-async")), *REFUSED]
-
-
-def cases(pairs: Pairs) -> list[Any]:
-    """Returns pairs of layouts as parameters of a test; only make test-long runs those in LONG_PAIRS."""
-    return [
-        pytest.param(*pair, marks=[pytest.mark.long] * (pair in LONG_PAIRS), id=" to ".join(pair)) for pair in pairs
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +62,7 @@ def session_of(leader: int) -> list[int]:
     return children
 
 
-@pytest.mark.parametrize(("saved", "loaded"), cases(PAIRS))
+@pytest.mark.parametrize(("saved", "loaded"), pairs_of(PAIRS, LONG_PAIRS))
 def test_another_layout_goes_on_with_the_same_numbers(results: Path, saved: str, loaded: str) -> None:
     want, want_metrics = read(results, f"{saved} went on")
     weights, metrics = read(results, f"{saved} to {loaded}")
@@ -98,7 +90,7 @@ def test_the_update_after_the_checkpoint_is_far_above_the_tolerance(results: Pat
     assert max(float((after_two[key] - after_none[key]).abs().max()) for key in after_two) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("saved", "loaded"), cases(REFUSED))
+@pytest.mark.parametrize(("saved", "loaded"), pairs_of(REFUSED, LONG_PAIRS))
 def test_what_does_not_fit_is_refused_and_changes_nothing(results: Path, saved: str, loaded: str) -> None:
     answer = json.loads((results / f"{saved} to {loaded}.json").read_text())
     kind, message = answer["error"]

@@ -19,7 +19,7 @@ from services.trainer.megatron.weights import require_loadable
 from tests.support import VOCAB, raises, with_routed_experts
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, read, samples
-from tests.trainer.harness_processes import run_harness
+from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.megatron_layouts import FAMILIES, FAMILY_LAYOUTS, LOSS
 
 SHAPE = {
@@ -129,8 +129,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 HALF = ("qwen3-bf16", "qwen3_moe-bf16", "glm4_moe-bf16")
 ROUTED = "deepseek_v3-routed"
 SPLIT = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 2 and name != ROUTED]
-LONG = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 4]
-ALL_SPLIT = [*SPLIT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+OF_FOUR = [name for name, layout in FAMILY_LAYOUTS.items() if layout.world == 4]
+# Only make test-long runs these: other families have what they have, and other layouts of families that cut alike.
+LONG_KINDS = {"llama", "llama-linear", "mistral", "qwen2", "qwen3_moe", "qwen3_moe-unnormalized", "olmo2"}
+LONG_KINDS |= {"qwen2_moe-normalized", "qwen3-bf16", "qwen3_moe-bf16"}
+SHORT_SPLIT = {"phi3-tp2", "deepseek_v3-yarn-tp2", "deepseek_v3-cp2", "qwen2_moe-tp2-ep2", "minimax_m2-tp2-ep2"}
+SHORT_SPLIT |= {"olmo3-tp2", "gpt_oss-tp2", "glm4_moe-pp2", "qwen3_moe-mixed-pp2"}
+LONG = {*LONG_KINDS, *OF_FOUR, *SPLIT} - SHORT_SPLIT
+ALL = [*FAMILIES, *HALF, *SPLIT, *OF_FOUR]
 
 
 def make_family(directory: Path, kind: str, **changes: Any) -> None:
@@ -153,20 +159,19 @@ def make_family(directory: Path, kind: str, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def families(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provides a directory with `models/<family>`, and in `results` what one rank and two ranks made of them, and four
-    if a long test runs."""
+    """Provides a directory with `models/<family>`, and in `results` what one, two and four ranks made of them."""
     directory = tmp_path_factory.mktemp("families")
-    for kind in (*FAMILIES, *HALF):
+    names = to_run(request, __file__, [*ALL, ROUTED], LONG)
+    for kind in {FAMILY_LAYOUTS[name].kind for name in names}:
         make_family(directory / "models" / kind, kind)
     results = directory / "results"
-    run_harness("megatron_harness", results, 1, results, [*FAMILIES, *HALF])
-    run_harness("megatron_harness", results, 2, results, [*SPLIT, ROUTED])
-    if any(item.get_closest_marker("long") for item in request.session.items if item.path == request.path):
-        run_harness("megatron_harness", results, 4, results, LONG)
+    for world in (1, 2, 4):
+        if mine := [name for name in names if FAMILY_LAYOUTS[name].world == world]:
+            run_harness("megatron_harness", results, world, results, mine)
     return directory
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *ALL_SPLIT])
+@pytest.mark.parametrize("name", marked(ALL, LONG))
 def test_export_is_the_checkpoint_bit_by_bit(families: Path, name: str) -> None:
     stored = load_file(families / "models" / FAMILY_LAYOUTS[name].kind / "model.safetensors")
     exported, _ = read(families / "results", f"{name}-before")
@@ -177,7 +182,7 @@ def test_export_is_the_checkpoint_bit_by_bit(families: Path, name: str) -> None:
         assert torch.equal(exported[tensor_name], tensor), tensor_name
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *HALF, *ALL_SPLIT])
+@pytest.mark.parametrize("name", marked(ALL, LONG))
 def test_logprobs_are_those_of_transformers(families: Path, name: str) -> None:
     _, answers = read(families / "results", f"{name}-before")
     # Two float32 forwards of logits of size 5 differ by a few times 5 x 2^-24; in bfloat16 every activation is rounded
@@ -223,7 +228,7 @@ def test_a_mistake_is_above_the_tolerance(families: Path, tmp_path: Path, kind: 
     assert gap > 1e-3
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *ALL_SPLIT, ROUTED])
+@pytest.mark.parametrize("name", marked([*FAMILIES, *SPLIT, *OF_FOUR, ROUTED], LONG))
 def test_update_is_that_of_fsdp(families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Tests the update also of biases and routers, and which weights decay and which do not."""
     after, answers = read(families / "results", f"{name}-after")
@@ -270,7 +275,7 @@ def weights_of(harness: Harness) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in harness.backend.weights()}
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", marked(FAMILIES, LONG))
 def test_fsdp_computes_and_exports_the_same_model(
     families: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -13,7 +13,7 @@ from services.common.families.registry import FAMILIES, MBRIDGE_TYPES
 from services.coordinator.fleet.probes import MODEL, problem
 from services.trainer.compat.megatron.mbridge import known_types
 from services.trainer.proof import MOST_NATS
-from tests.trainer.harness_processes import run_harness
+from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.megatron.test_families import make_family
 from tests.trainer.megatron_layouts import CP, EP, LAYOUTS, PP, TP, VPP
 
@@ -76,6 +76,10 @@ UPDATES: dict[str, Case] = {
     "qwen2-tied pp2": ("qwen2-tied", PP),
     "qwen3_moe cp2-ep2": ("qwen3_moe", CP | EP),  # with routed experts that are replayed
 }
+# Only make test-long runs these: test_every_family_in_every_layout has all, and the others see as much.
+LONG = {"qwen2 tp2", "mixtral tp2-ep2-etp1", "qwen2_moe tp2", "qwen3_moe ep2", "qwen3 tp2"}
+LONG |= {"experts of another rank", "Mixtral's router as mbridge has it", "Qwen3-MoE's router as mbridge has it"}
+LONG |= {"no scaling of Llama 3", "mixtral", "qwen3_moe-unnormalized", "llama-llama3"}
 _CORRECTIONS, _ROPE = "services.trainer.compat.megatron.mbridge:_CORRECTIONS", "services.trainer.megatron.mbridge:"
 _MAP = "services.trainer.megatron.weights:"
 # Name -> kind, sizes, what is changed and how. Those without sizes are for the proof.
@@ -109,35 +113,39 @@ def make_models(directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     directory = tmp_path_factory.mktemp("mbridge")
     make_models(directory)
-    return compared(directory / "world2", 2, cases=CASES, updates=UPDATES, proofs=PROVEN, mutants=MUTANTS)
+    cases, updates, mutants = (
+        {name: every[name] for name in to_run(request, __file__, every, LONG)} for every in (CASES, UPDATES, MUTANTS)
+    )
+    proofs = to_run(request, __file__, PROVEN, LONG)
+    return compared(directory / "world2", 2, cases=cases, updates=updates, proofs=proofs, mutants=mutants)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked(CASES, LONG))
 def test_every_rank_holds_and_exports_what_mbridge_does(answers: Answers, case: str) -> None:
     """Tests weights, names and shapes to the bit, and the config of the model."""
     assert answers["cases"][case] == []
 
 
-@pytest.mark.parametrize("case", UPDATES)
+@pytest.mark.parametrize("case", marked(UPDATES, LONG))
 def test_an_update_with_mbridge_is_the_same_to_the_bit(answers: Answers, case: str) -> None:
     """Tests weights, publication, log-probabilities, metrics, and a checkpoint that is loaded without mbridge."""
     assert answers["updates"][case] == []
 
 
-@pytest.mark.parametrize("kind", PROVEN)
+@pytest.mark.parametrize("kind", marked(PROVEN, LONG))
 def test_proof_passes(answers: Answers, kind: str) -> None:
     assert answers["proofs"][kind] == ""
 
 
-@pytest.mark.parametrize("mutant", [name for name, mutant in MUTANTS.items() if mutant[1] is not None])
+@pytest.mark.parametrize("mutant", marked([name for name, mutant in MUTANTS.items() if mutant[1] is not None], LONG))
 def test_comparison_sees_a_mistake(answers: Answers, mutant: str) -> None:
     assert any("differs" in problem for problem in answers["mutants"][mutant])
 
 
-@pytest.mark.parametrize("mutant", [name for name, mutant in MUTANTS.items() if mutant[1] is None])
+@pytest.mark.parametrize("mutant", marked([name for name, mutant in MUTANTS.items() if mutant[1] is None], LONG))
 def test_proof_refuses_what_mbridge_has_wrong(answers: Answers, mutant: str) -> None:
     refusal = answers["mutants"][mutant]
     assert refusal.startswith("trainer.megatron.use_mbridge: with mbridge a small model of model_type ")
