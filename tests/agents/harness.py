@@ -163,7 +163,14 @@ async def staged(
     The reward service is in this process, unless it is that at the address `service`, and listens at `place`.
     """
     config = make_config(
-        environment={"kind": "agent", "episode_s": 60, "max_retries": 0, "on_failure": "fail", **environment},
+        environment={
+            "kind": "agent",
+            "num_workers": 1,
+            "episode_s": 60,
+            "max_retries": 0,
+            "on_failure": "fail",
+            **environment,
+        },
         rollout={"max_model_len": MAX_MODEL_LEN, "sampling": {"max_tokens": 200}},
         data={"train": "x.parquet", "prompts_per_step": 8, "max_prompt_tokens": 16},
         reward={"scorers": list(scorers) or [{"kind": "exact"}], "on_failure": "fail", "group_timeout_s": 60},

@@ -128,7 +128,11 @@ async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_i
 
 @pytest.mark.parametrize(
     ("limit", "finish_reason", "num_calls"),
-    [({"max_calls": 4}, "turn_limit", 4), ({"max_tokens": 30}, "length", None), ({"max_segments": 3}, "turn_limit", 3)],
+    [
+        pytest.param({"max_calls": 4}, "turn_limit", 4, marks=pytest.mark.long),
+        ({"max_tokens": 30}, "length", None),
+        ({"max_segments": 3}, "turn_limit", 3),
+    ],
 )
 async def test_a_limit_ends_the_episode_as_an_outcome(limit: dict[str, int], finish_reason: str, num_calls: int | None):
     async with staged(says, path=f"{AGENTS}:floods", **limit) as stage:
@@ -196,9 +200,9 @@ async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_call
     ("question", "limit", "reason"),
     [
         ("go on", {"max_calls": 2}, "turn_limit"),
-        ("go on", {"max_tokens": 8}, "length"),
+        pytest.param("go on", {"max_tokens": 8}, "length", marks=pytest.mark.long),
         ("too long", {}, "length"),
-        ("at once", {"max_calls": 3}, "turn_limit"),
+        pytest.param("at once", {"max_calls": 3}, "turn_limit", marks=pytest.mark.long),
     ],
 )
 async def test_an_agent_that_does_not_catch_the_refusal_at_a_limit_has_an_outcome(

@@ -87,28 +87,32 @@ async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Pa
         assert group.scores[0].reward == 0.0, "what the agent writes is no reward"
 
 
-async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(program):
+# test_episodes.py ends an agent that takes too long.
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [("ends", {}), pytest.param("stays", {"episode_s": 20.0}, marks=pytest.mark.long), ("stays", {})],
+)
+async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(program, how: str, settings: dict):
     mark = f"mark-{os.getpid()}-sleep"
     source = (
         "import subprocess, sys, time\nask('x')\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[1]], start_new_session=True)"
         "\nif sys.argv[2] == 'stays': time.sleep(1000)"
     )
-    for how, settings in (("ends", {}), ("stays", {"episode_s": 20.0}), ("stays", {})):
-        async with staged(lambda text, seed: "hi", **program(source, mark, how, **settings)) as stage:
-            playing = asyncio.create_task(stage.play())
-            if how == "ends":
-                assert await playing
+    async with staged(lambda text, seed: "hi", **program(source, mark, how, **settings)) as stage:
+        playing = asyncio.create_task(stage.play())
+        if how == "ends":
+            assert await playing
+        else:
+            await until(lambda: len(is_running(mark)) >= 2)  # the program and its child
+            if not settings:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
             else:
-                await until(lambda: len(is_running(mark)) >= 2)  # the program and its child
-                if not settings:
-                    playing.cancel()
-                    await asyncio.gather(playing, return_exceptions=True)
-                else:
-                    with pytest.raises(EpisodeFailed, match="episode_s"):
-                        await playing
-            await until(lambda: not is_running(mark))
-            await until(lambda stage=stage: not stage.servicer.agents._endpoint._servers)
+                with pytest.raises(EpisodeFailed, match="episode_s"):
+                    await playing
+        await until(lambda: not is_running(mark))
+        await until(lambda: not stage.servicer.agents._endpoint._servers)
 
 
 async def test_another_episodes_key_is_refused_at_this_ones_socket(program):

@@ -16,6 +16,7 @@ from services.trainer.updates.optim import make_adamw
 from tests.support import raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, batch_of, config, read, samples
+from tests.trainer.harness_processes import few_of
 
 # A gradient is a float32 sum over about 100 tokens through 2 layers. Another split changes the order of the additions,
 # and so the roundings of 2^-24 = 6e-8 relative to the largest term. As one update passes its rounding to the next, they
@@ -117,8 +118,7 @@ def test_the_comparison_sees_a_wrong_normalization(worlds: dict[int, Path]) -> N
         assert_close({name: tensor * 11 / 12 for name, tensor in want.items()}, want, REFERENCE_TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("budget", [4096, 32])
+@pytest.mark.parametrize(("kind", "budget"), few_of({("untied", 4096), ("tied", 32), ("moe", 32)}, KINDS, (4096, 32)))
 def test_logprobs_are_those_of_transformers(harness: Harness, trainer_files: Path, kind: str, budget: int) -> None:
     harness.open(kind, {"max_tokens_per_microbatch": budget})
     model = AutoModelForCausalLM.from_pretrained(trainer_files / "models" / kind, dtype=torch.float32)
@@ -262,8 +262,7 @@ def test_bfloat16_weights_are_published_from_float32_masters(harness: Harness) -
     assert all(spec.dtype == torch.bfloat16 for _, spec in harness.backend.weight_specs())
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize("bad_group", [0, 3])
+@pytest.mark.parametrize(("bad_group", "minibatches"), few_of({(0, 1), (3, 2)}, (0, 3), (1, 2)))
 def test_logprob_diff_of_any_part_of_the_batch_stops_before_anything_is_applied(
     harness: Harness, minibatches: int, bad_group: int
 ) -> None:
@@ -289,7 +288,7 @@ def test_logprob_diff_of_any_part_of_the_batch_stops_before_anything_is_applied(
     assert all(torch.equal(tensor, after[name]) for name, tensor in harness.parameters().items())
 
 
-@pytest.mark.parametrize("minibatches", [1, 4])
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_samples_of_weights_that_are_too_far_away_are_refused(harness: Harness, minibatches: int) -> None:
     # Half of the tokens had a tenth of the probability, so half of the importance weights are ten times as large.
     table = samples()
