@@ -15,6 +15,7 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Never, NoReturn, TypeVar
 
@@ -207,16 +208,19 @@ class OpenedRun:
 NO_RUN = OpenedRun("", "")
 
 
+_version = cache(version)  # each reads files, and GetInfo is called often
+
+
 def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequence[str]) -> ServiceInfo:
     """Returns the part of GetInfo's answer that all services have."""
     return ServiceInfo(
         service=service,
-        version=version("lockstep-rl"),
+        version=_version("lockstep-rl"),
         incarnation=incarnation(),
         state=state,
         run_id=run.run_id,
         config_digest=run.config_digest,
-        libraries={name: version(name) for name in libraries},
+        libraries={name: _version(name) for name in libraries},
         time_ns=time.time_ns(),
     )
 
