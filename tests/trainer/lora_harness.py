@@ -18,7 +18,7 @@ from tests.trainer.fsdp_harness import samples, write
 from tests.trainer.megatron_harness import MegatronHarness, content, run_all, run_ranks
 from tests.trainer.megatron_layouts import CP, OVERLAP, PP, TP, VPP, Layout
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 RANK, ALPHA = 4, 8.0
 LORA = {"rank": RANK, "alpha": ALPHA}
 CANONICAL = LORA | {"kind": "canonical_lora"}

@@ -1,11 +1,11 @@
-"""`python -m tests.trainer.megatron_schedule`: Megatron's learning rate and weight decay, to compare ours with.
+"""Megatron's learning rate and weight decay, to compare ours with.
 
-Reads {name: OptimConfig} as JSON and writes {name: [[lr, weight_decay] of num_steps 0, 1, 2, ...]}. It is a process of
-its own because megatron.core, once imported, cannot be made to run models on CPU any more.
+It is a harness only to be forked from a process that has imported Megatron, which takes seconds.
 """
 
 import json
-import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,5 +43,6 @@ def table(config: OptimConfig) -> list[tuple[float, float]]:
     return rows
 
 
-if __name__ == "__main__":
-    json.dump({name: table(OptimConfig(**fields)) for name, fields in json.load(sys.stdin).items()}, sys.stdout)
+def main(file: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes {name: [[lr, weight_decay] of num_steps 0, 1, 2, ...]} as JSON."""
+    file.write_text(json.dumps({name: table(OptimConfig(**fields)) for name, fields in configs.items()}))

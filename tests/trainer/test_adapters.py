@@ -26,10 +26,10 @@ from tests.trainer.megatron_harness import MegatronHarness
 from tests.trainer.megatron_layouts import Layout
 
 # Each is a float32 sum over some 100 tokens in another order, which is off by 2^-24 = 6e-8 of its largest term, and
-# there are three updates.
+# there are two updates.
 TOLERANCE = 1e-5
 # Where a gradient is small against Adam's eps, its rounding of 2e-8 comes back lr / eps = 10 times as large in each
-# update, and B has entries of only 0.02: 3 x 2e-7 / 0.02. Merged weights are 50 times as large as the adapters' part.
+# update, and B has entries of only 0.02: 2 x 2e-7 / 0.02. Merged weights are 50 times as large as the adapters' part.
 ADAPTER_TOLERANCE, MERGED_TOLERANCE = 3e-5, 1e-6
 GROUPS = ("untied-lora", "untied-canonical", "tied-canonical", "moe-lora", "some", "deep-lora")
 GROUPS += ("phi3-lora", "qwen2_moe-canonical", "deepseek_v3-lora")

@@ -15,7 +15,6 @@ import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from typing import Any, Never, NoReturn, TypeVar
 
@@ -208,7 +207,7 @@ class OpenedRun:
 NO_RUN = OpenedRun("", "")
 
 
-_version = cache(version)  # each reads files, and GetInfo is called often
+_version = functools.cache(version)  # each reads files, and GetInfo is called often
 
 
 def service_info(service: str, state: str, *, run: OpenedRun, libraries: Sequence[str]) -> ServiceInfo:

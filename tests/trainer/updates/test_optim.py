@@ -1,8 +1,6 @@
 """Tests that the learning rate and weight decay of each update equal Megatron's, and reach the optimizer."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from pydantic import ValidationError
 from services.common.config.trainer import OptimConfig
 from services.trainer.updates.optim import learning_rate, weight_decay
 from tests.trainer.fsdp_harness import OPTIM, Harness, samples
+from tests.trainer.harness_processes import run_harness
 
 # num_steps -> learning rate, weight decay; by the name of a config.
 Tables = dict[str, list[tuple[float, float]]]
@@ -48,12 +47,11 @@ DECAYS = {
 
 
 @pytest.fixture(scope="module")
-def megatron() -> Tables:
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     configs = {name: config.model_dump(mode="json") for name, config in (RATES | DECAYS).items()}
-    command = [sys.executable, "-m", "tests.trainer.megatron_schedule"]
-    return json.loads(
-        subprocess.run(command, input=json.dumps(configs).encode(), stdout=subprocess.PIPE, check=True).stdout
-    )
+    file = tmp_path_factory.mktemp("schedule") / "tables.json"
+    run_harness("megatron_schedule", file.parent, file, configs)
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("name", RATES)
