@@ -42,7 +42,11 @@ async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment
 
 @pytest.mark.parametrize(
     ("lora", "field"),
-    [({"rank": 2, "alpha": 8.0}, "lora.alpha"), ({"rank": 4, "alpha": 4.0}, "lora.rank"), ({}, "lora.rank")],
+    [
+        ({"rank": 2, "alpha": 8.0}, "lora.alpha"),
+        pytest.param({"rank": 4, "alpha": 4.0}, "lora.rank", marks=pytest.mark.long),
+        ({}, "lora.rank"),
+    ],
 )
 async def test_adapters_are_loaded_only_as_they_were_saved(
     trainer: Deployment, tmp_path: Path, lora: dict[str, float], field: str
