@@ -74,7 +74,7 @@ LAYOUTS = dict(_layouts())
 # Only make test-long runs the other layouts: these have what they have, each together with something else.
 LONG = LAYOUTS.keys() - {
     *("untied-fsdp", "tied-fsdp", "moe-fsdp", "deep-fsdp", "halves-fsdp", "untied-fsdp-dp2", "bf16-tp2"),
-    *("untied-cp2", "untied-dp2-plain", "untied-tp2-no-sp", "untied-tp2-auto_offload", "untied-tp2-pp2"),
+    *("untied-cp2", "untied-dp2-plain", "untied-tp2-no-sp", "untied-tp2-pp2"),
     *("tied-pp2", "deep-vpp2", "moe-ep2", "halves-tp2"),
 }
 # Policy, reference and critic on the same ranks: their layouts, and the order of calls. The letters p, r and c are

@@ -122,6 +122,7 @@ LONG_PAIRS = {
     *(("1", "cp2"), ("dp2", "tp2"), ("moe-ep2", "moe-ep2-etp2"), ("qwen2_moe-1", "qwen2_moe-ep2")),
     *(("qwen2_moe-tp2", "qwen2_moe-1"), ("gpt_oss-tp2", "gpt_oss-1")),
     *(("lora-tp2", "tp2"), ("dp2", "tied-pp2")),
+    *(("dp2", "dp2-plain"), ("tp2-offload", "tp2-offload"), ("dp2-buckets", "dp2-buckets")),
     *(("tp2", "tp2"), ("deep-vpp2", "deep-vpp2"), ("dp2-plain-bf16", "dp2-plain-bf16")),
 }
 CONVERTED = ("dp2", "moe-ep2-etp2", "moe-former")  # whose weights alone are loaded as well
