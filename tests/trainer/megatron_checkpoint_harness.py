@@ -27,10 +27,10 @@ from services.trainer.megatron import model as megatron_model
 from services.trainer.megatron import optimizer as megatron_optimizer
 from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
-from tests.trainer.fsdp_harness import SMALL, samples, write
+from tests.trainer.fsdp_harness import samples, write
 from tests.trainer.loss_harness import tensors_of
 from tests.trainer.megatron_harness import MegatronHarness, run_ranks
-from tests.trainer.megatron_layouts import CP, EP, PP, TP, VPP, Layout
+from tests.trainer.megatron_layouts import CP, EP, PP, SMALL, TP, VPP, Layout
 
 Pairs = Collection[tuple[str, str]]
 BUCKETS = {"fully_reshardable": False}
