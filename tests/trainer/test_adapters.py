@@ -200,12 +200,12 @@ def test_a_checkpoint_loads_in_another_layout(results: Path, name: str) -> None:
         assert_same(part(results, f"{name}-loaded", which), part(results, f"{saved}-after", which))
 
 
-# tests/rollout/weights/test_adapter.py has an engine with the same tensors.
-@pytest.mark.long
-def test_vllm_serves_the_exported_adapter(results: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [["untied-lora-1", "some-pp2"], pytest.param(["untied-canonical-tp2"], marks=pytest.mark.long)]
+)
+def test_vllm_serves_the_exported_adapter(results: Path, names: list[str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    names = ["untied-lora-1", "untied-canonical-tp2", "some-pp2"]
     out, base = results / "engine.json", results.parent / "models" / "untied"
     adapters = [str(results / f"{name}-export" / "adapter") for name in names]
     subprocess.run([sys.executable, "-m", "tests.trainer.lora_engine", str(out), str(base), *adapters], check=True)
