@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -306,8 +306,21 @@ def running(
     with log.open("ab") as output:
         env = os.environ | (variables or {})
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env)
-    try:
+    with ending(process):
         yield process
+
+
+class _Process(Protocol):
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+@contextlib.contextmanager
+def ending(process: _Process) -> Iterator[None]:
+    """Ends the process with the block."""
+    try:
+        yield
     finally:
         process.terminate()
         try:

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -21,12 +22,15 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from typer.testing import CliRunner
 
+from services.common.forks import FORKABLE
 from services.common.rpc.client import Client
 from services.coordinator.cli.main import app
 from services.coordinator.verify.session import verify
-from tests.support import PATIENCE_S, descendants, free_port, make_model, running, service_command, still_there
+from tests.e2e.forked.processes import Forked, start_command, start_service
+from tests.support import PATIENCE_S, descendants, ending, free_port, make_model, running, service_command, still_there
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
+Service = Forked | subprocess.Popen[bytes]
 NUM_STEPS = 6
 # A run takes a minute or two on an idle machine.
 RUN_S = 1200.0
@@ -44,7 +48,19 @@ def score(*, completion, **_):
 
 
 def invoke(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subprocess.CompletedProcess[str]:
-    """Runs the `lockstep` command to its end."""
+    """Runs the `lockstep` command to its end, in a fork."""
+    with tempfile.TemporaryDirectory() as directory:
+        output, errors = Path(directory) / "output", Path(directory) / "errors"
+        process = start_command([*map(str, arguments)], cwd, errors, output)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
+
+
+def execute(*arguments: object, cwd: Path, timeout_s: float = RUN_S) -> subprocess.CompletedProcess[str]:
+    """Runs the `lockstep` command to its end, as a user starts it."""
     command = [LOCKSTEP, *map(str, arguments)]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
@@ -98,19 +114,18 @@ def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object
 
 
 class LockstepRun:
-    """Runs `lockstep run run.yaml ...` in a workspace."""
+    """Runs `lockstep run run.yaml ...` in a workspace, in a fork."""
+
+    command = ("run", "run.yaml")
 
     def __init__(self, workspace: Path, *arguments: str):
         self.workspace, self.directory = workspace, workspace / "runs" / "run"
         self._output = workspace / "output"
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [LOCKSTEP, "run", "run.yaml", *arguments],
-                cwd=workspace,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._output.write_bytes(b"")
+        self.process = self.start([*self.command, *arguments])
+
+    def start(self, arguments: list[str]) -> Service:
+        return start_command(arguments, self.workspace, self._output)
 
     def __enter__(self) -> "LockstepRun":
         return self
@@ -184,6 +199,17 @@ class LockstepRun:
         return self.process.wait(timeout_s)
 
 
+class ExecutedRun(LockstepRun):
+    """Runs it as a user does."""
+
+    def start(self, arguments: list[str]) -> Service:
+        nothing, errors = subprocess.DEVNULL, subprocess.STDOUT
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                [LOCKSTEP, *arguments], cwd=self.workspace, stdin=nothing, stdout=output, stderr=errors
+            )
+
+
 def require_legal(run_dir: Path) -> None:
     """Asserts that the record and the calls of a run that trains by reinforcement are legal, however it ended."""
     if (run_dir / "ledger.sqlite").exists() and "rollout" in json.loads((run_dir / "config.json").read_text()):
@@ -226,7 +252,7 @@ class Lent:
     """Holds running services, by name. They run in `directory`, where each has a log, and serve their metrics."""
 
     addresses: dict[str, str]
-    processes: dict[str, subprocess.Popen[bytes]]
+    processes: dict[str, Service]
     directory: Path
 
     @property
@@ -268,7 +294,7 @@ def reference(workspace: Path, lent: Lent) -> None:
         for name in lent.addresses:
             (workspace / f"{name}.before.prom").write_bytes(lent.metrics(name))
         logged = {name: len(lent.log(name)) for name in lent.addresses}
-        with LockstepRun(workspace, *lent.options, f"--reward={address}") as run:
+        with ExecutedRun(workspace, *lent.options, f"--reward={address}") as run:
             assert run.wait() == 0, run.output
             assert not run.below()
         for name in lent.addresses:
@@ -278,13 +304,29 @@ def reference(workspace: Path, lent: Lent) -> None:
 
 
 @contextmanager
-def running_services(addresses: dict[str, str], workspace: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Runs the services of `addresses` in `workspace`, as an operator starts them, and yields their processes."""
+def running_services(addresses: dict[str, str], workspace: Path) -> Iterator[list[Service]]:
+    """Runs the services of `addresses` in `workspace`, as an operator starts them, and yields their processes.
+
+    Trainers and replicas are forks, as are those that a run starts.
+    """
     with ExitStack() as stack:
-        processes = []
+        processes: list[Service] = []
         with chdir(workspace):
             for name, address in addresses.items():
                 flags = ("--metrics", "127.0.0.1:0")
-                command = service_command(name.partition("-")[0], address, *flags, num_ranks=2)
-                processes.append(stack.enter_context(running(command, workspace / f"{name}.log")))
+                command, log = service_command(name.partition("-")[0], address, *flags, num_ranks=2), f"{name}.log"
+                processes.append(stack.enter_context(forked_or_running(command, workspace / log)))
         yield processes
+
+
+@contextmanager
+def forked_or_running(command: list[str], log: Path) -> Iterator[Service]:
+    """Yields the process of a service that is ended with the block; it is a fork if it can be one."""
+    _, _, module, *arguments = command
+    if module not in FORKABLE:
+        with running(command, log) as process:
+            yield process
+        return
+    forked = start_service(module, arguments, log)
+    with ending(forked):
+        yield forked

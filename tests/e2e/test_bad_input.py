@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.coordinator.cli.main import main
-from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, running_services
+from tests.e2e.lockstep_command import LockstepRun, execute, make_workspace, running_services
 from tests.support import free_port, still_there
 
 
@@ -107,7 +107,7 @@ def test_before_a_service_starts(
     ids=["misspelled key", "nobody there"],
 )
 def test_the_command_says_it(workspace: Path, arguments: list[str], words: list[str]):
-    line = the_error(invoke("run", "run.yaml", "name=said", *arguments, cwd=workspace))
+    line = the_error(execute("run", "run.yaml", "name=said", *arguments, cwd=workspace))
     assert all(word in line for word in words), line
 
 

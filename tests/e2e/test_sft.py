@@ -4,7 +4,6 @@ The run leaves a model from which reinforcement learning can start. Megatron tra
 """
 
 import math
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.files.model_card import read_model_card
 from services.coordinator.text.tokenizer import Tokenizer
-from tests.e2e.lockstep_command import LOCKSTEP, LockstepRun, numbers, weights
+from tests.e2e.lockstep_command import LockstepRun, numbers, weights
 from tests.support import make_model
 
 SUMS = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
@@ -29,14 +28,7 @@ FIRST_STEPS = 11
 class SftRun(LockstepRun):
     """Runs `lockstep sft sft.yaml ...` in a workspace."""
 
-    def __init__(self, workspace: Path, *arguments: str):
-        self.workspace, self.directory = workspace, workspace / "runs" / "run"
-        self._output = workspace / "output"
-        command = [LOCKSTEP, "sft", "sft.yaml", *arguments]
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=workspace, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
+    command = ("sft", "sft.yaml")
 
 
 def make_workspace(base: Path, name: str) -> Path:

@@ -1,0 +1,25 @@
+"""What a fork runs for the tests: `python -m MODULE ARGUMENTS` in a directory, or the `lockstep` command."""
+
+import os
+import sys
+from importlib import import_module
+
+COMMAND = "services.coordinator.cli.main"
+
+
+def preload() -> None:
+    """Imports what the command needs for a run, before it is forked."""
+    for name in (COMMAND, *(f"services.coordinator.{part}.session" for part in ("rl", "sft", "replay"))):
+        import_module(name)
+
+
+def main() -> None:
+    """Takes the directory, a file for the standard output (or "" for that of the errors), a module and its
+    arguments."""
+    _, directory, output, module, *arguments = sys.argv
+    os.chdir(directory)
+    if output:
+        with open(output, "wb") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+    sys.argv = [module, *arguments]
+    import_module(module if module == COMMAND else f"{module}.__main__").main()
