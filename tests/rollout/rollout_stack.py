@@ -26,6 +26,7 @@ from services.trainer.ranks.publish import Publication, send
 from tests.support import PATIENCE_S
 
 MAX_MODEL_LEN = 512
+GREEDY_TOKENS = 12
 # Several buckets for each layer of the tiny models, so that a publication can end in the middle of a layer.
 BUCKET_BYTES = 32 << 10
 PROMPTS = [[2 + (7 * i + 3 * j) % 60 for j in range(3 + i)] for i in range(8)]
@@ -131,7 +132,7 @@ class Replica:
         assert sorted(answer.prompt_id for answer in answers) == sorted(str(i) for i in range(len(prompts)))
         return sorted(answers, key=lambda answer: int(answer.prompt_id))
 
-    async def greedy(self, stamp: PolicyStamp, max_tokens: int = 24) -> list[list[int]]:
+    async def greedy(self, stamp: PolicyStamp, max_tokens: int = GREEDY_TOKENS) -> list[list[int]]:
         answers = await self.generate(stamp, max_tokens=max_tokens)
         return [list(answer.completions[0].tokens) for answer in answers]
 
@@ -270,4 +271,4 @@ class PlayedTrainer:
 
     async def assert_exact(self, stamp: PolicyStamp) -> None:
         """Asserts that the replica answers as transformers does with the weights that were sent."""
-        assert await self.replica.greedy(stamp) == greedy_by_transformers(self.model, 24)
+        assert await self.replica.greedy(stamp) == greedy_by_transformers(self.model, GREEDY_TOKENS)

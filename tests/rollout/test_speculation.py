@@ -29,7 +29,11 @@ SUFFIX = {"kind": "suffix", "num_tokens": 3}
 can_draft_suffixes = pytest.mark.skipif(
     find_spec("arctic_inference") is None, reason="`make test` installs arctic-inference where it can be compiled"
 )
-KINDS = [pytest.param(NGRAM, id="ngram"), pytest.param(SUFFIX, id="suffix", marks=can_draft_suffixes)]
+# Drafts from cached samples, which have a test of their own, are made by the same code as those of suffixes.
+KINDS = [
+    pytest.param(NGRAM, id="ngram"),
+    pytest.param(SUFFIX, id="suffix", marks=[can_draft_suffixes, pytest.mark.long]),
+]
 
 
 def logits_of(model: torch.nn.Module, prompt: Sequence[int], samples: Sequence[Completion]) -> torch.Tensor:
@@ -102,6 +106,18 @@ async def assert_independent(speculating: PlayedTrainer, stamp: PolicyStamp, ans
     assert list(alone.logprobs) == pytest.approx(list(answer.completions[7].logprobs), abs=TOLERANCE)
 
 
+async def test_logprobs_that_are_not_finite_are_refused(
+    played_trainer: PlayedTrainer, model: Callable[[str], Path]
+) -> None:
+    await open_run(played_trainer, model, NGRAM)  # which the next test keeps
+    played_trainer.draw(seed=202)
+    with torch.no_grad():
+        dict(played_trainer.weights())["lm_head.weight"].fill_(math.nan)
+    stamp = await played_trainer.publish(202)
+    with pytest.raises(InternalError, match="not finite"):
+        await played_trainer.replica.generate(stamp, temperature=1.0)
+
+
 @pytest.mark.parametrize("speculation", KINDS)
 async def test_samples_keep_their_distribution_and_logprobs(
     played_trainer: PlayedTrainer, model: Callable[[str], Path], speculation: dict[str, object]
@@ -145,15 +161,3 @@ async def test_a_head_drafts_for_weights_that_are_published(
     await assert_independent(played_trainer, stamp, answer)
     drafts = answer.drafts
     assert NUM_SAMPLES / 20 < drafts.num_accepted < drafts.num_drafted - NUM_SAMPLES
-
-
-async def test_logprobs_that_are_not_finite_are_refused(
-    played_trainer: PlayedTrainer, model: Callable[[str], Path]
-) -> None:
-    await open_run(played_trainer, model, NGRAM)
-    played_trainer.draw(seed=202)
-    with torch.no_grad():
-        dict(played_trainer.weights())["lm_head.weight"].fill_(math.nan)
-    stamp = await played_trainer.publish(202)
-    with pytest.raises(InternalError, match="not finite"):
-        await played_trainer.replica.generate(stamp, temperature=1.0)

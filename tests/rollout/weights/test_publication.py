@@ -17,7 +17,7 @@ from services.common.batches import batch as batches
 from services.common.errors import Aborted
 from services.common.files.transfer import from_messages, to_messages
 from services.coordinator.clients.trainer import whole_batch
-from tests.rollout.rollout_stack import PROMPTS, Stack, completions, greedy_by_transformers, load_model
+from tests.rollout.rollout_stack import GREEDY_TOKENS, PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S, raises
 
 # Both ends compute in float32. The difference was measured as 3e-5 for a model of 9.5M parameters; a wrong weight,
@@ -109,7 +109,7 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
         assert stamp.version == version
         digests.add(stamp.digest)
 
-        expected = greedy_by_transformers(load_model(await export(opened, tmp_path / str(version))), 24)
+        expected = greedy_by_transformers(load_model(await export(opened, tmp_path / str(version))), GREEDY_TOKENS)
         for replica in opened.replicas:
             assert (await replica.info()).stamp == stamp
             assert await replica.greedy(stamp) == expected

@@ -18,13 +18,23 @@ from services.trainer import command
 from services.trainer.ranks import rank
 from tests.support import PATIENCE_S, still_there
 from tests.trainer.deployment import deployed
+from tests.trainer.harness_processes import few_of
 from tests.trainer.toy_ranks import EXIT_CODE
 
 
-@pytest.fixture(params=["fork", "spawn"])
-def started(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, object]]]]:
+@pytest.fixture
+def method() -> str:
+    """Provides how ranks are started where a test does not say it: what follows is the same for both."""
+    return "fork"
+
+
+both = pytest.mark.parametrize("method", ["fork", "spawn"])
+
+
+@pytest.fixture
+def started(method: str) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, object]]]]:
     """Yields the launcher, which leads a session of its own, and what its ranks say, in rank order."""
-    command = [sys.executable, "-m", "tests.trainer.toy_ranks", request.param]
+    command = [sys.executable, "-m", "tests.trainer.toy_ranks", method]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as launcher:
         said = [json.loads(launcher.stdout.readline()) for _ in range(2)]
@@ -35,6 +45,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[s
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
+@both
 def test_a_killed_rank_ends_all(started) -> None:
     launcher, ranks = started
     assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in ranks] == [("0", "0"), ("1", "1")]
@@ -47,7 +58,9 @@ def test_a_killed_rank_ends_all(started) -> None:
     assert not still_there([rank["pid"] for rank in ranks], after_s=0)
 
 
-@pytest.mark.parametrize("ask", [os.kill, os.killpg])
+@pytest.mark.parametrize(
+    ("method", "ask"), few_of([("fork", os.kill), ("spawn", os.killpg)], ("fork", "spawn"), (os.kill, os.killpg))
+)
 def test_rank_0_decides_how_a_trainer_ends_that_is_asked_to(started, ask: Callable[[int, int], None]) -> None:
     launcher, ranks = started
     ask(launcher.pid, signal.SIGTERM)
@@ -61,6 +74,7 @@ def test_nothing_follows_the_line_in_which_rank_0_says_why_it_is_refused(started
     assert (launcher.wait(PATIENCE_S), launcher.stderr.read()) == (REFUSED, "")
 
 
+@both
 def test_a_killed_launcher_leaves_no_rank(started) -> None:
     launcher, ranks = started
     launcher.kill()
@@ -88,6 +102,7 @@ def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.Mo
         torch.set_num_threads(before)
 
 
+@pytest.mark.long  # the toys above are spawned too, and test_nodes.py trains with ranks that are not forked
 async def test_spawned_ranks_train(trainer_files: Path) -> None:
     async with deployed("tests.trainer.spawned_trainer", trainer_files) as trainer:
         await trainer.open()

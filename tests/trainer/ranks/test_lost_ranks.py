@@ -56,10 +56,13 @@ async def trainer() -> AsyncIterator[Trainer]:
 
 
 # SIGKILL stands for a process that ends, SIGSTOP for a host that does not answer any more.
+# Either is noticed in the same places, so a silence, which takes seconds, is only waited for between commands and by a
+# rank that follows.
 gone = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+ended = pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 
 
-@gone
+@ended
 async def test_a_rank_that_is_lost_in_a_command_is_its_failure(trainer: Trainer, number: int) -> None:
     with toy("follow", trainer.ranks.address.pack()):
         async with asyncio.timeout(PATIENCE_S):
@@ -96,7 +99,7 @@ async def test_a_rank_that_is_lost_between_commands_is_the_failure_of_all(traine
         await trainer.ranks.call(Worker.echo, value=2)
 
 
-@gone
+@ended
 async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Trainer, number: int) -> None:
     stamp = PolicyStamp(version=0, digest="d")
     batch = make_batch(3, 2, stamp)

@@ -55,6 +55,7 @@ async def test_the_ranks_of_two_nodes_serve_as_one_trainer_and_end_with_it(train
     assert [line for line in lines if not any(words in line for words in expected)] == []
 
 
+@pytest.mark.long  # test_lost_ranks.py loses a rank 0 that needs no torch
 def test_no_node_outlives_the_one_that_serves(tmp_path: Path):
     """Tests a rank as torchrun starts it, with a rank 0 that vanishes."""
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
