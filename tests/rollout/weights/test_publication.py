@@ -19,10 +19,12 @@ from services.common.files.transfer import from_messages, to_messages
 from services.coordinator.clients.trainer import whole_batch
 from tests.rollout.rollout_stack import GREEDY_TOKENS, PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S, raises
+from tests.trainer.harness_processes import marked
 
 # Both ends compute in float32. The difference was measured as 3e-5 for a model of 9.5M parameters; a wrong weight,
 # temperature or position shows above 1e-2.
 MAX_LOGPROB_DIFF = 1e-4
+NUM_VERSIONS = 2
 SEEDS = (11, 12, 13, 14)
 LENGTH = 40  # an engine sends 1 token, then 32, then the rest
 # An Adam step moves every weight by about lr, a tenth of the spread that the weights were drawn with.
@@ -41,10 +43,15 @@ MEGATRON = {
 }
 
 
-_LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("tied", "moe")]
+KINDS = ("untied", "tied", "moe", *MEGATRON)
 
 
-@pytest_asyncio.fixture(scope="module", params=["untied", *_LONG, *MEGATRON])
+def opened_as(*few: str) -> pytest.MarkDecorator:
+    """Lets a test have a run of every kind; only make test-long runs those that are not in `few`."""
+    return pytest.mark.parametrize("opened", marked(KINDS, set(KINDS) - {*few}), indirect=True, scope="module")
+
+
+@pytest_asyncio.fixture(scope="module")
 async def opened(request: pytest.FixtureRequest, stack: Stack, model) -> Stack:
     layout = MEGATRON.get(request.param)
     changes = {"strategy": "megatron", "megatron": layout} if layout else {}
@@ -102,9 +109,10 @@ def largest_diff(batch: pa.Table, forwarded: pa.Table) -> float:
     return float(np.abs(behavior - trainer).max())
 
 
-async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened: Stack, tmp_path: Path):
+@opened_as("untied", *MEGATRON)
+async def test_publications_are_exact_and_every_sample_is_on_policy(opened: Stack, tmp_path: Path):
     digests, greedy_before = set(), None
-    for version in range(3):
+    for version in range(NUM_VERSIONS):
         stamp = await opened.publish(version)
         assert stamp.version == version
         digests.add(stamp.digest)
@@ -116,7 +124,7 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
         assert expected != greedy_before
         greedy_before = expected
 
-        for temperature in (0.7, 1.0):
+        for temperature in (0.7, 1.0) if version else (1.0,):
             answers = await opened.replicas[0].generate(stamp, seeds=SEEDS, temperature=temperature, max_tokens=LENGTH)
             assert all(answer.stamp == stamp for answer in answers)
             samples = completions(answers)
@@ -129,9 +137,10 @@ async def test_three_publications_are_exact_and_every_sample_is_on_policy(opened
         trained = await train(opened, batch, stamp)  # the last batch, at temperature 1
         assert trained.version == version + 1
         assert trained.metrics["logprob_diff_max"] <= MAX_LOGPROB_DIFF
-    assert len(digests) == 3
+    assert len(digests) == NUM_VERSIONS
 
 
+@opened_as("untied")
 async def test_a_seed_gives_the_same_sample_in_any_company_and_on_any_replica(opened: Stack):
     version = (
         await opened.trainer.call(TrainerService.GetInfo, trainer_pb2.GetInfoRequest(), timeout_s=PATIENCE_S)
@@ -154,6 +163,7 @@ async def test_a_seed_gives_the_same_sample_in_any_company_and_on_any_replica(op
             assert list(one.tokens) != list(other.tokens)
 
 
+@opened_as("untied", "untied tp2")
 async def test_a_member_that_does_not_come_ends_the_epoch_for_every_sender(opened: Stack):
     version = (
         await opened.trainer.call(TrainerService.GetInfo, trainer_pb2.GetInfoRequest(), timeout_s=PATIENCE_S)
@@ -168,6 +178,7 @@ async def test_a_member_that_does_not_come_ends_the_epoch_for_every_sender(opene
     assert await opened.publish(version) == stamp
 
 
+@opened_as("untied")
 async def test_a_sample_ends_with_the_first_stop_token_and_keeps_it(opened: Stack):
     stamp = (await opened.replicas[0].info()).stamp
     whole = (await opened.replicas[0].greedy(stamp))[0]
