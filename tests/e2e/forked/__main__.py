@@ -4,6 +4,8 @@ import os
 import sys
 from importlib import import_module
 
+from tests.e2e.forked.imports import lend
+
 COMMAND = "services.coordinator.cli.main"
 
 
@@ -22,4 +24,6 @@ def main() -> None:
         with open(output, "wb") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
     sys.argv = [module, *arguments]
+    if module == COMMAND:
+        lend()
     import_module(module if module == COMMAND else f"{module}.__main__").main()
