@@ -77,3 +77,13 @@ def undisturbed(lent_services: "Lent", tmp_path_factory: pytest.TempPathFactory)
     workspace = tmp_path_factory.mktemp("reference")
     reference(workspace, lent_services)
     return workspace
+
+
+@pytest.fixture(scope="session")
+def long_undisturbed(lent_services: "Lent", tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the workspace of such a run of six steps."""
+    from tests.e2e.lockstep_command import reference
+
+    workspace = tmp_path_factory.mktemp("long-reference")
+    reference(workspace, lent_services, num_steps=6)
+    return workspace

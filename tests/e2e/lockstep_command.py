@@ -31,7 +31,7 @@ from tests.support import PATIENCE_S, descendants, ending, free_port, make_model
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 Service = Forked | subprocess.Popen[bytes]
-NUM_STEPS = 6
+NUM_STEPS = 4
 # A run takes a minute or two on an idle machine.
 RUN_S = 1200.0
 # Names of the metrics that differ between runs whose other numbers are the same.
@@ -97,7 +97,7 @@ def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object
             "completions_per_prompt": 4,
             "max_model_len": 96,
             "max_samples": 4,
-            "sampling": {"max_tokens": 64},
+            "sampling": {"max_tokens": 32},
         },
         "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
         "reward": {
@@ -282,13 +282,13 @@ def until_it_listens(log: Path) -> None:
         time.sleep(0.05)
 
 
-def reference(workspace: Path, lent: Lent) -> None:
+def reference(workspace: Path, lent: Lent, **settings: object) -> None:
     """Makes a run that nothing disturbs, on `lent` services and a reward service of its own.
 
     For each lent service, <name>.log has what it logged during the run, and <name>.{before,after}.prom its metrics
     before and after.
     """
-    make_workspace(workspace, model=str(workspace / "model"))
+    make_workspace(workspace, model=str(workspace / "model"), **settings)
     address = f"127.0.0.1:{free_port()}"
     with running_services({"reward": address}, workspace) as (reward,):
         for name in lent.addresses:

@@ -57,7 +57,7 @@ MISTAKES = {
         ["trainer.num_ranks 5", "every rank needs at least one"],
     ),
     "batch and mini-batches": (["trainer.num_minibatches=3"], ["prompts_per_step 8", "num_minibatches 3", "nearest"]),
-    "lengths": (["rollout.max_model_len=32"], ["rollout.max_model_len", "at least 80"]),
+    "lengths": (["rollout.max_model_len=32"], ["rollout.max_model_len", "at least 48"]),
     "one sample": (["rollout.completions_per_prompt=1"], ["rollout.completions_per_prompt", "at least 2"]),
     "truncated sampling": (["rollout.sampling.top_p=0.9"], ["rollout.sampling", "set top_k"]),
     "no such config": (["no-such.yaml"], ["no-such.yaml", "does not exist"]),

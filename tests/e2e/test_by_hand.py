@@ -21,7 +21,7 @@ from services.coordinator.runs.record import batch_path
 from tests.e2e.lockstep_command import Lent, invoke, make_sums
 from tests.support import ROOT, raises
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 QUICKSTART = str(ROOT / "deploy" / "runs" / "quickstart.yaml")
 
 
@@ -39,7 +39,7 @@ async def test_a_loop_by_hand_is_the_run_to_the_last_bit(
     make_sums(tmp_path / "data" / "arithmetic")
     settings = [
         QUICKSTART,
-        *(f"model={ROOT / 'deploy' / 'quickstart' / 'model'}", f"num_steps={NUM_STEPS}", "data.prompts_per_step=16"),
+        *(f"model={ROOT / 'deploy' / 'quickstart' / 'model'}", f"num_steps={NUM_STEPS}", "data.prompts_per_step=8"),
         *("rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"),  # which the loop must pass on, too
         *("evaluation.eval_freq=0", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"),
     ]

@@ -109,6 +109,7 @@ def test_the_trainer_computes_the_engines_logprobs_over_all_turns(workspace: Pat
     assert all(1 < line["episode/turns_mean"] <= MAX_TURNS for line in steps)
 
 
+@pytest.mark.long  # tests/fault/test_episodes_disturbed.py has two runs whose samples are the same, too
 def test_the_same_run_again_asks_for_the_same_samples(workspace: Path, lent: Sequence[str]):
     """Compares only what is asked: the engine's prefix cache, and so the last bits of later turns, depend on timing."""
     play(workspace, "name=again", *lent[:2])

@@ -81,7 +81,7 @@ def stop_the_trainer(run: LockstepRun, version: int) -> None:
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LockstepRun, list[str]]:
     """Provides a run that ended after its trainer was stopped, and the addresses of the trainer and the replicas."""
-    limits = {"weights": {"timeout_s": 15.0}, "timeouts": {"generate_s": GENERATE_S}}
+    limits = {"num_steps": 6, "weights": {"timeout_s": 15.0}, "timeouts": {"generate_s": GENERATE_S}}
     workspace = make_workspace(tmp_path_factory.mktemp("hanging"), **limits)
     with LockstepRun(workspace) as run:
         run.until(lambda: run.has("collected", 0), "the first batch")
@@ -130,10 +130,10 @@ def test_a_silent_trainer_ends_the_run_with_its_name(disturbed):
     assert "Traceback" not in run.output
 
 
-def test_the_same_command_ends_with_the_numbers_and_the_model_of_an_undisturbed_run(disturbed, undisturbed: Path):
+def test_the_same_command_ends_with_the_numbers_and_the_model_of_an_undisturbed_run(disturbed, long_undisturbed: Path):
     workspace = disturbed[0].workspace
     with LockstepRun(workspace) as run:
         assert run.wait() == 0, run.output
     assert run.ledger("opened")[-1]["checkpoint"].endswith("step-000004")
-    assert numbers(workspace) == numbers(undisturbed)
-    assert weights(workspace) == weights(undisturbed) != {}
+    assert numbers(workspace) == numbers(long_undisturbed)
+    assert weights(workspace) == weights(long_undisturbed) != {}

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, weights
 from tests.support import free_port, running, service_command, still_there
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 # In their second turn, all episodes wait until the file `hold` is gone.
 _GAME = """
 import asyncio, pathlib

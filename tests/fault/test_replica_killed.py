@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, replica_info, weights
+from tests.e2e.lockstep_command import NUM_STEPS, LockstepRun, invoke, make_workspace, numbers, replica_info, weights
 from tests.fault.stopping import all_idle, stop_while_generating
 from tests.support import engine_of, still_there
 
@@ -72,7 +72,7 @@ def test_the_weight_group_follows_its_members(disturbed):
     assert before[1] == [2]
     assert before[2] == [2, 2]  # both again, one of them a new process
     assert before[4] == [2, 2, 1]
-    assert set(first_published) == set(range(7))
+    assert set(first_published) == set(range(NUM_STEPS + 1))
 
 
 def test_nobody_waits_for_the_dead(disturbed):
@@ -83,7 +83,7 @@ def test_nobody_waits_for_the_dead(disturbed):
 
 def test_no_sample_is_lost_or_drawn_twice(disturbed, undisturbed: Path):
     run, *_ = disturbed
-    for version in range(6):
+    for version in range(NUM_STEPS):
         name = Path("runs") / "run" / "batches" / f"step-{version:06d}.parquet"
         ours, theirs = pq.read_table(run.workspace / name), pq.read_table(undisturbed / name)
         assert len(set(zip(ours["prompt_id"].to_pylist(), ours["sample"].to_pylist(), strict=True))) == 8 * 4

@@ -32,7 +32,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory, lent_services: Lent) -> 
     The restart is that of an orchestrator: SIGTERM, then a new process at the same address.
     """
     directory = tmp_path_factory.mktemp("rolling")
-    workspace = make_workspace(directory, model=str(directory / "model"))
+    workspace = make_workspace(directory, model=str(directory / "model"), num_steps=6)
     addresses = {name: f"127.0.0.1:{free_port()}" for name in RESTARTED}
     with ExitStack() as stack:
         started = stack.enter_context(running_services(addresses, workspace))
@@ -77,9 +77,9 @@ def change_replicas(run: LockstepRun, verb: str, address: str) -> str:
     return done.stdout
 
 
-def test_numbers_and_model_are_those_of_an_undisturbed_run(restarted: LockstepRun, undisturbed: Path) -> None:
-    assert numbers(restarted.workspace) == numbers(undisturbed)
-    assert weights(restarted.workspace) == weights(undisturbed) != {}
+def test_numbers_and_model_are_those_of_an_undisturbed_run(restarted: LockstepRun, long_undisturbed: Path) -> None:
+    assert numbers(restarted.workspace) == numbers(long_undisturbed)
+    assert weights(restarted.workspace) == weights(long_undisturbed) != {}
 
 
 def test_the_new_replica_is_in_the_publications_after_the_step_and_the_old_one_is_not(restarted: LockstepRun) -> None:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.common import forks
+from services.coordinator.fleet import launch
+from services.reward import __main__ as reward
 
 
 class _Waiting:
@@ -62,7 +64,12 @@ def _become(other: socket.socket) -> None:
 
 
 def lend() -> None:
-    """Lets the next services.common.forks.Forks of this process fork services from what it has imported until now."""
+    """Lets the next services.common.forks.Forks of this process fork services from what it has imported until now.
+
+    The reward service, which is started as a new process otherwise, is a fork too.
+    """
+    reward.preload = lambda: None  # type: ignore[attr-defined]
+    launch.FORKABLE = (*forks.FORKABLE, "services.reward")
     waiting = [_Waiting()]
 
     def popen(*command: Any, **settings: Any) -> Any:
