@@ -10,9 +10,11 @@ COMMAND = "services.coordinator.cli.main"
 
 
 def preload() -> None:
-    """Imports what the command needs for a run, before it is forked."""
+    """Imports what the command and the reward service need for a run, before they are forked."""
     for name in (COMMAND, *(f"services.coordinator.{part}.session" for part in ("rl", "sft", "replay"))):
         import_module(name)
+    for name in ("servicer", "agents.servicer", "environments.servicer", "metrics"):
+        import_module(f"services.reward.{name}")
 
 
 def main() -> None:

@@ -141,7 +141,9 @@ async def joined(played: PlayedTrainer, timeouts_s: Sequence[float]) -> WeightGr
 
 
 # Two buckets bring q_proj without k_proj and v_proj, six bring gate_proj without up_proj: layers that vLLM fuses.
-@pytest.mark.parametrize(("num_buckets", "gives_up"), [(1, True), (2, True), (6, True), (2, False)])
+@pytest.mark.parametrize(
+    ("num_buckets", "gives_up"), [pytest.param(1, True, marks=pytest.mark.long), (2, True), (6, True), (2, False)]
+)
 async def test_a_publication_that_ends_half_way_leaves_the_replica_reloadable(
     played: PlayedTrainer, num_buckets: int, gives_up: bool
 ):
