@@ -10,29 +10,23 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers, weights
+from tests.e2e.lockstep_command import NUM_STEPS, LockstepRun, make_workspace, numbers, weights
 
-NUM_STEPS = 2
 TRAINER = {"max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
-# The checkpoint of every step is saved while the engines sleep, after which the same weights are published again.
-SETTINGS = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"save_freq": 1}}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "FSDP, two ranks and two replicas": {"trainer": {**TRAINER, "num_ranks": 2}},
-    "Megatron, two pipeline stages that both send, an engine of two workers, a reference": {
-        "rollout": {
-            "completions_per_prompt": 4,
-            "max_model_len": 96,
-            "max_samples": 4,
-            "sampling": {"max_tokens": 64},
-            "tensor_parallel_size": 2,
-        },
-        "trainer": {
-            **TRAINER,
-            "num_ranks": 2,
-            "strategy": "megatron",
-            "megatron": {"pipeline_model_parallel_size": 2},
-            "loss": {"kl_coef": 0.1},
-        },
+MEGATRON: dict[str, dict[str, Any]] = {
+    "rollout": {
+        "completions_per_prompt": 4,
+        "max_model_len": 96,
+        "max_samples": 4,
+        "sampling": {"max_tokens": 64},
+        "tensor_parallel_size": 2,
+    },
+    "trainer": {
+        **TRAINER,
+        "num_ranks": 2,
+        "strategy": "megatron",
+        "megatron": {"pipeline_model_parallel_size": 2},
+        "loss": {"kl_coef": 0.1},
     },
 }
 
@@ -44,28 +38,46 @@ def published(directory: Path) -> dict[int, set[str]]:
     return {version: {json.loads(body)["digest"] for other, body in rows if other == version} for version, _ in rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("Megatron")) for name in CONFIGS]
-)
-def test_placement_changes_no_bit(config: str, tmp_path: Path, lent: Sequence[str]):
-    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), **SETTINGS, **CONFIGS[config])
-    found = []
-    if "tensor_parallel_size" in CONFIGS[config].get("rollout", {}):  # two ranks are pairs of one engine's two workers
-        lent = [*lent[:-1]]
-    for placement in ("colocated", "disaggregated"):
-        with LockstepRun(workspace, f"placement={placement}", *lent) as run:
-            assert run.wait() == 0, run.output
-            assert ("the engines sleep" in run.log) == (placement == "colocated")
-        batches = [
-            pq.read_table(run.directory / "batches" / f"step-{version:06d}.parquet") for version in range(NUM_STEPS)
-        ]
-        found.append((published(run.directory), numbers(workspace), weights(workspace), batches))
-        run.directory.rename(tmp_path / placement)
-    (stamps, metrics, model, batches), others = found[0], found[1]
-    assert sorted(stamps) == list(range(NUM_STEPS + 1))
+def placed(workspace: Path, placement: str, lent: Sequence[str]) -> Path:
+    """Returns the directory of a finished run with this placement, whose workspace is `workspace`."""
+    with LockstepRun(workspace, f"placement={placement}", *lent) as run:
+        assert run.wait() == 0, run.output
+        assert ("the engines sleep" in run.log) == (placement == "colocated")
+    return workspace
+
+
+def require_equal(workspace: Path, other: Path, num_steps: int) -> None:
+    """Asserts that weights, numbers and batches of the two runs are equal to the last bit."""
+    stamps, others = (published(directory / "runs" / "run") for directory in (workspace, other))
+    assert sorted(stamps) == list(range(num_steps + 1))
     assert all(len(digests) == 1 for digests in stamps.values())
-    assert (stamps, metrics) == others[:2]
-    assert model == others[2] != {}
-    for one, other in zip(batches, others[3], strict=True):
-        assert one.equals(other)
+    assert stamps == others
+    assert numbers(workspace) == numbers(other)
+    assert weights(workspace) == weights(other) != {}
+    for version in range(num_steps):
+        name = Path("runs") / "run" / "batches" / f"step-{version:06d}.parquet"
+        assert pq.read_table(workspace / name).equals(pq.read_table(other / name))
+
+
+@pytest.mark.slow
+def test_placement_changes_no_bit(tmp_path: Path, undisturbed: Path, lent: Sequence[str]) -> None:
+    """Compares two FSDP ranks and two replicas that share GPUs with those of a run that nothing disturbs.
+
+    Checkpoints are saved while the engines sleep, after which the same weights are published again.
+    """
+    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"))
+    require_equal(placed(workspace, "colocated", lent), undisturbed, NUM_STEPS)
+
+
+@pytest.mark.long
+def test_nor_does_it_with_megatron(tmp_path: Path, lent: Sequence[str]) -> None:
+    """Compares two pipeline stages that both send to an engine of two workers, beside a reference."""
+    num_steps = 2
+    found = []
+    for placement in ("colocated", "disaggregated"):
+        directory = tmp_path / placement
+        directory.mkdir()
+        settings = {"num_steps": num_steps, "evaluation": {}, "checkpoint": {"save_freq": 1}, **MEGATRON}
+        workspace = make_workspace(directory, model=str(directory / "model"), **settings)
+        found.append(placed(workspace, placement, lent[:-1]))  # two ranks are pairs of one engine's two workers
+    require_equal(*found, num_steps)

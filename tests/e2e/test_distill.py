@@ -81,6 +81,7 @@ def require_most_probable(batch: dict[str, list[Any]]) -> None:
                 assert logprobs[place] <= top_logprobs[-2]
 
 
+@pytest.mark.long  # the replay below trains on a whole batch, too, and other killed runs are compared
 def test_a_killed_run_is_equal_to_one_that_was_not_streamed(
     streamed: Path, tmp_path: Path, lent: Sequence[str]
 ) -> None:

@@ -12,6 +12,13 @@ import pytest
 from tests.e2e.lockstep_command import LockstepRun, make_workspace, numbers
 
 NUM_STEPS = 2
+ROLLOUT = {
+    "num_replicas": 2,
+    "completions_per_prompt": 4,
+    "max_model_len": 48,
+    "max_samples": 4,
+    "sampling": {"max_tokens": 16},
+}
 TRAINER = {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Megatron: PPO with a KL penalty, LoRA and a KL loss": {
@@ -35,7 +42,7 @@ def digests(directory: Path) -> list[str]:
     "config", [pytest.param(name, marks=pytest.mark.long) if "FSDP" in name else name for name in CONFIGS]
 )
 def test_two_runs_are_equal_to_the_last_bit(config: str, tmp_path: Path, lent: Sequence[str]):
-    settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"export_at_end": False}}
+    settings = {"num_steps": NUM_STEPS, "rollout": ROLLOUT, "evaluation": {}, "checkpoint": {"export_at_end": False}}
     kind = "moe" if "experts" in config else "untied"
     workspace = make_workspace(tmp_path, kind=kind, model=str(tmp_path / "model"), **settings, **CONFIGS[config])
     found = []
