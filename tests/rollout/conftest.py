@@ -11,9 +11,9 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
 from services.common.rpc.client import Client
-from tests.e2e.lockstep_command import Lent, forked_or_running
+from tests.e2e.lockstep_command import Lent
 from tests.rollout.rollout_stack import PlayedTrainer, Replica, Stack
-from tests.support import free_port, make_model, service_command
+from tests.support import free_port, make_model, running, service_command
 
 torch.set_num_threads(1)
 
@@ -37,7 +37,7 @@ def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., con
         address = f"127.0.0.1:{free_port()}"
         log = tmp_path_factory.mktemp("rollout") / "log"
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
-        with forked_or_running(service_command("rollout", address, *flags), log) as process:
+        with running(service_command("rollout", address, *flags), log) as process:
             yield Replica(client, process.pid, log), process
             await client.close()
 
