@@ -17,6 +17,7 @@ from tests.model.coordinator import ended
 from tests.model.protocol import PROTOCOL
 from tests.model.search import FIRST, after
 from tests.model.state import NUM_STEPS, Mode, World, world_of
+from tests.trainer.harness_processes import marked
 
 __all__ = ["deadline"]
 # One real replica stands for the model's two; several groups of a step for its one.
@@ -143,7 +144,10 @@ def _answers(turn: int, text: str) -> pb.StepResponse:
     return pb.StepResponse(messages=[pb.Message(role="", content="7")], done=turn + 1 == NUM_TURNS)
 
 
-@pytest.mark.parametrize("event", ["CommitWeights", "batch recorded", "Train", "ledger finished 1", "SaveCheckpoint"])
+EVENTS = ["CommitWeights", "batch recorded", "Train", "ledger finished 1", "SaveCheckpoint"]
+
+
+@pytest.mark.parametrize("event", marked(EVENTS, long=["CommitWeights", "ledger finished 1", "SaveCheckpoint"]))
 async def test_so_is_a_run_whose_coordinator_is_killed(
     event: str, observed: list[str], deadline: Deadline, tmp_path: Path
 ):
@@ -152,7 +156,7 @@ async def test_so_is_a_run_whose_coordinator_is_killed(
     assert first_impossible(observed) is None
 
 
-@pytest.mark.parametrize("event", ["Reset", "Step", "batch recorded"])
+@pytest.mark.parametrize("event", marked(["Reset", "Step", "batch recorded"], long=["Reset", "batch recorded"]))
 async def test_so_is_a_run_with_an_environment(event: str, observed: list[str], deadline: Deadline, tmp_path: Path):
     async with surviving_services(FakeEnvironment(_answers)) as services:
         await _killed_and_resumed(event, services, _of_episodes, observed, deadline, tmp_path)

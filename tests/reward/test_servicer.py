@@ -194,14 +194,18 @@ async def service():
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0)])
 async def test_no_process_outlives_the_service(children, gone, number, exit_code):
-    config = {"scorers": [{"kind": "math"}, {"kind": "python", "path": "reward_functions:hangs"}], "timeout_s": 600}
+    config = {
+        "scorers": [{"kind": "math"}, {"kind": "python", "path": "reward_functions:hangs"}],
+        **LONG,
+        "timeout_s": 600,
+    }
     async with service() as (process, client):
         await open_run(client, config)
         workers = children(process.pid)
-        assert len(workers) == 5  # one of them spare
-        scoring = asyncio.create_task(score(client, HANG, HANG))
+        assert len(workers) == 3  # one of them spare
+        scoring = asyncio.create_task(score(client, HANG))
         try:
-            await until_busy(workers, 4)
+            await until_busy(workers, 2)
             process.send_signal(number)
             assert await gone(workers)
             assert await asyncio.wait_for(process.wait(), timeout=PATIENCE_S) == exit_code

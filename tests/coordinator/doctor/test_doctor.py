@@ -163,20 +163,24 @@ def opened(environment: dict[str, object], *command: str, **options: float) -> F
     return check_environment(section, *([command] if command else []), **options)
 
 
-def test_environment(tmp_path: Path) -> None:
+def test_environment() -> None:
     finding = opened({"kind": "tools", "tools": [{"kind": "calculator"}]})
     assert (finding.verdict, finding.result) == (OK, "tools 1/calculator-1 opens, tools calculator")
+    guess = {"kind": "python", "path": "tests.reward.environments.user_environments:Guess", "kwargs": {"bottom": 1}}
+    assert_fails(opened(guess), FAIL, "unexpected keyword argument 'bottom'", "environment.kwargs")
+    finding = opened({"kind": "textarena", "game": "G-v0"}, "-c", "import sys; sys.exit('No module named textarena')")
+    assert_fails(finding, FAIL, "No module named textarena", "lockstep-rl[environments]")
+
+
+@pytest.mark.long
+def test_each_kind_of_environment_has_a_fix_of_its_own(tmp_path: Path) -> None:
     search = {"kind": "search", "corpus": str(tmp_path / "none.parquet")}
     finding = opened({"kind": "tools", "tools": [search]})
     assert_fails(finding, FAIL, "none.parquet", "their files and packages")
     finding = opened({"kind": "python", "path": "no_such_module:Game"})
     assert_fails(finding, FAIL, "no_such_module", "from which the module can be imported")
-    guess = {"kind": "python", "path": "tests.reward.environments.user_environments:Guess", "kwargs": {"bottom": 1}}
-    assert_fails(opened(guess), FAIL, "unexpected keyword argument 'bottom'", "environment.kwargs")
     finding = opened({"kind": "openenv", "url": f"ws://127.0.0.1:{free_port()}/ws"})
     assert_fails(finding, FAIL, "no connection to ws://127.0.0.1", "start the OpenEnv server")
-    finding = opened({"kind": "textarena", "game": "G-v0"}, "-c", "import sys; sys.exit('No module named textarena')")
-    assert_fails(finding, FAIL, "No module named textarena", "lockstep-rl[environments]")
 
 
 def test_an_environment_that_does_not_open_in_time_may_only_be_slow() -> None:

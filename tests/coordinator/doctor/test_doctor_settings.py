@@ -20,16 +20,21 @@ from tests.coordinator.fake_services import make_config
 from tests.support import ROOT
 
 
-def test_scorers_are_imported() -> None:
-    def check(name: str, **kwargs: object) -> Finding:
-        path = f"tests.reward.reward_functions:{name}"
-        scorers = [{"kind": "exact"}, {"kind": "python", "path": path, "kwargs": kwargs}]
-        return settings.check_scorers(config_with(reward={"scorers": scorers}))
+def check_scorer(name: str, **kwargs: object) -> Finding:
+    path = f"tests.reward.reward_functions:{name}"
+    scorers = [{"kind": "exact"}, {"kind": "python", "path": path, "kwargs": kwargs}]
+    return settings.check_scorers(config_with(reward={"scorers": scorers}))
 
-    finding = check("with_bonus", bonus=1)
+
+def test_scorers_are_imported() -> None:
+    finding = check_scorer("with_bonus", bonus=1)
     assert (finding.verdict, "reward_functions:with_bonus" in finding.result) == (OK, True), finding
-    assert_fails(check("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
-    assert_fails(check("with_bonus", bonuss=1), FAIL, "unexpected keyword argument 'bonuss'", "path and kwargs")
+    assert_fails(check_scorer("with_bonus", bonuss=1), FAIL, "unexpected keyword argument 'bonuss'", "path and kwargs")
+
+
+@pytest.mark.long
+def test_scorers_that_cannot_be_imported_are_named() -> None:
+    assert_fails(check_scorer("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
     nowhere = config_with(reward={"scorers": [{"kind": "python", "path": "no_such_module:score"}]})
     assert_fails(settings.check_scorers(nowhere), FAIL, "No module named", "from which the module can be imported")
 
@@ -58,10 +63,25 @@ def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (elsewhere.verdict, elsewhere.result) == (OK, "imported statistics:fmean")
 
 
-def test_engine_arguments() -> None:
+# The real vLLM takes ten seconds to import.
+WITH_FAKE_VLLM = """
+import dataclasses, runpy, sys, types
+sys.modules.update({name: types.ModuleType(name) for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils")})
+arguments = dataclasses.make_dataclass("AsyncEngineArgs", ["enforce_eager", "gpu_memory_utilization"])
+sys.modules["vllm.engine.arg_utils"].AsyncEngineArgs = arguments
+runpy.run_module("services.rollout.probe", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("-c", WITH_FAKE_VLLM, "engine"), pytest.param(settings.ENGINE, marks=pytest.mark.long)],
+    ids=["fake", "vllm"],
+)
+def test_engine_arguments(command: tuple[str, ...]) -> None:
     pytest.importorskip("vllm")
     config = config_with(rollout={"engine": {"enforce_eager": True, "gpu_memory_utilisation": 0.5}})
-    finding = settings.check_engine(config)
+    finding = settings.check_engine(config, command)
     assert_fails(finding, FAIL, "did you mean gpu_memory_utilization?", "EngineArgs")
     assert "enforce_eager" not in finding.result
     assert settings.check_engine(config, ("-c", "print('{}')")).verdict is OK

@@ -32,7 +32,9 @@ USER = "tests.reward.environments.user_environments"
         ("Actor", {"reset": "raises"}, ("", ""), FAIL, "reset: KeyError: 'column'"),
         ("Actor", {}, ("raises", "exits"), FAIL, "step: KeyError: 'column'"),
         ("Actor", {}, ("has_no_role", ""), WARN, "step('has_no_role'): a message must have role"),
-        ("Harmful", {"prompt": "bad"}, ("42", ""), FAIL, "step: no reply within 5 s"),
+        pytest.param(
+            *("Harmful", {"prompt": "bad"}, ("42", ""), FAIL, "step: no reply within 5 s"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_dry_run_plays_a_row(

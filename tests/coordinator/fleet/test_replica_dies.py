@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import pytest_asyncio
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
 from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable
@@ -21,6 +22,7 @@ from services.coordinator.verify.session import verify
 from tests.coordinator.fake_services import make_config, make_prompt, replicas
 from tests.coordinator.runs.killing import CountingRank, make_run, metrics_lines, surviving_services
 from tests.support import raises
+from tests.trainer.harness_processes import marked
 
 NUM_STEPS = 3
 STAMP = PolicyStamp(version=3, digest="d" * 32)
@@ -81,11 +83,24 @@ def assert_same(disturbed: Path, calm: Path) -> None:
         assert pq.read_table(batch_path(disturbed, version)).equals(pq.read_table(batch_path(calm, version)))
 
 
-@pytest.mark.parametrize("method", ["Generate", "ReceiveWeights", "CommitWeights", "Train"])
+@pytest_asyncio.fixture(scope="module")
+async def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return await calm_run(tmp_path_factory.mktemp("calm"))
+
+
+METHODS = ["Generate", "ReceiveWeights", "CommitWeights", "Train"]
+
+
+@pytest.mark.parametrize("method", marked(METHODS, long=["ReceiveWeights", "CommitWeights"]))
 async def test_the_run_goes_on_with_the_restarted_replica(
-    tmp_path: Path, starts: Starts, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    starts: Starts,
+    calm: Path,
+    method: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started, calm = starts(method), await calm_run(tmp_path)
+    started = starts(method)
     if method == "Train":
         kill_while_training(monkeypatch, tmp_path / "died")
     disturbed = await run(tmp_path / "disturbed")

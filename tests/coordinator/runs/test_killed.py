@@ -44,14 +44,14 @@ _MINIBATCHES = {"trainer": {**_STREAMED["trainer"], "num_minibatches": 2}}
     [
         pytest.param({}, {"Train"}, 1, marks=pytest.mark.long),
         pytest.param(_STREAMED, _STREAM, 1, marks=pytest.mark.long),
-        (_STREAMED, _STREAM, 3),
+        (_STREAMED, _STREAM, 7),
         pytest.param(_MINIBATCHES, _STREAM, 1, marks=pytest.mark.long),
     ],
 )
 async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_run(
     tmp_path: Path, deadline: Deadline, changes: dict[str, Any], trains: set[str], every: int
 ):
-    """Kills it at all events of the run, or at every third."""
+    """Kills it at all events of the run, or at every seventh."""
     async with surviving_services() as services:
         undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **changes)
         blocks = [*services.rank.blocks]
@@ -71,7 +71,11 @@ async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_r
             assert _record(config.run_dir) == (STEPS, [0, *STEPS], STEPS), where
 
 
-@pytest.mark.parametrize("models", [{}, WITH_CRITIC], ids=["policy", "policy and critic"])
+@pytest.mark.parametrize(
+    "models",
+    [pytest.param({}, marks=pytest.mark.long), WITH_CRITIC],
+    ids=["policy", "policy and critic"],
+)
 async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path: Path, deadline: Deadline):
     async with surviving_services() as services:
         undisturbed, events = await _undisturbed(services, tmp_path / "undisturbed", deadline, **models)

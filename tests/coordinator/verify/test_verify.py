@@ -21,8 +21,10 @@ from services.coordinator.data.order import seed_of
 from services.coordinator.verify.samples import _scores_of
 from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
+from tests.trainer.harness_processes import marked
 
 __all__ = ["deadline"]
+OTHERS = ["SendWeights", "CommitWeights", "line 1", "SaveCheckpoint"]
 NUM_STEPS = 5  # two steps of prompts repeat: 8 prompts, 2 a step
 
 
@@ -71,9 +73,7 @@ def test_a_real_run_is_legal_and_verifying_changes_nothing(run_dir: Path):
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    "event", ["Train", "SendWeights", "CommitWeights", "line 1", "SaveCheckpoint", "batch recorded"]
-)
+@pytest.mark.parametrize("event", marked(["Train", "batch recorded", *OTHERS], OTHERS))
 async def test_a_run_that_was_killed_and_resumed_is_legal(event: str, deadline: Deadline, tmp_path: Path):
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

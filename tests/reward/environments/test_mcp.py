@@ -63,15 +63,12 @@ async def test_only_some_tools_are_offered(service):
 
 
 async def test_a_server_that_dies_or_hangs_has_failed_and_the_next_call_finds_another(service):
-    await open_run(service, {**STDIO, "names": ["add", "die"]})
+    await open_run(service, {**STDIO, "timeout_s": 10})
     for episode in ("dies", "next"):
         await service.reset(episode)
     assert failure(await service.step(0, hermes("die"), "dies")) == "CRASHED"
     assert texts(await service.step(0, hermes("add", a=1, b=2), "next"))[0][2] == "3"
-    await service.close_run()
-    await open_run(service, {**STDIO, "timeout_s": 10})
-    for episode in ("hangs", "next"):
-        await service.reset(episode)
+    await service.reset("hangs")
     assert failure(await service.step(0, hermes("wait"), "hangs")) == "TIMEOUT"
 
 

@@ -11,6 +11,7 @@ from services.common.errors import InvalidInput
 from services.reward.environments.tools.base import BadArgumentsError, find_fault, function_schema
 from services.reward.environments.tools.compute import compute
 from tests.reward.environments import user_tools
+from tests.trainer.harness_processes import marked
 
 CALCULATOR = {"kind": "calculator"}
 
@@ -54,47 +55,48 @@ async def test_an_episode_calls_and_ends_with_the_turn_that_calls_nothing(servic
     assert (last.done, texts(last), list(last.tool_calls)) == (True, [], [])
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (hermes("wether"), "there is no tool 'wether': there are calculator, weather, add"),
-        (hermes("weather"), "missing argument city"),
-        (hermes("weather", city="Oslo", country="no"), "unknown argument 'country'"),
-        (hermes("weather", city=1), "argument city must be string"),
-        (hermes("weather", city="Oslo", days=True), "argument days must be integer"),
-        (hermes("weather", city="Oslo", unit="K"), "argument unit must be one of C, F"),
-        (hermes("weather", city="Atlantis"), "no such city"),
-        (hermes("add", numbers=["1"]), "argument numbers must be array of number"),
-        (hermes("add", numbers=[]), "nothing to add"),
-        (hermes("calculator", expression="1/0"), "division by zero"),
-        ("<tool_call>add(1)</tool_call>", "not valid JSON"),
-    ],
-)
-async def test_a_wrong_call_is_the_policys_to_hear_of(service, call, words):
+WRONG_CALLS = [
+    (hermes("wether"), "there is no tool 'wether': there are calculator, weather, add"),
+    (hermes("weather"), "missing argument city"),
+    (hermes("weather", city="Oslo", country="no"), "unknown argument 'country'"),
+    (hermes("weather", city=1), "argument city must be string"),
+    (hermes("weather", city="Oslo", days=True), "argument days must be integer"),
+    (hermes("weather", city="Oslo", unit="K"), "argument unit must be one of C, F"),
+    (hermes("weather", city="Atlantis"), "no such city"),
+    (hermes("add", numbers=["1"]), "argument numbers must be array of number"),
+    (hermes("add", numbers=[]), "nothing to add"),
+    (hermes("calculator", expression="1/0"), "division by zero"),
+    ("<tool_call>add(1)</tool_call>", "not valid JSON"),
+]
+
+
+async def test_a_wrong_call_is_the_policys_to_hear_of(service):
     await service.open(kind="tools", tools=[CALCULATOR, *functions("weather", "add")])
-    await service.reset()
-    answer = await service.step(0, call)
-    ((_, _, text),) = texts(answer)
-    assert text.startswith("error: ") and words in text and not answer.done
-    assert texts(await service.step(1, hermes("calculator", expression="1+1"))) == [("tool", "calculator", "2")]
+    for call, words in WRONG_CALLS:
+        await service.reset(words)
+        answer = await service.step(0, call, words)
+        ((_, _, text),) = texts(answer)
+        assert text.startswith("error: ") and words in text and not answer.done, call
+        assert texts(await service.step(1, hermes("calculator", expression="1+1"), words)) == [
+            ("tool", "calculator", "2")
+        ]
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("give up", "REFUSED"),
-        ("memory", "CRASHED"),
-        ("exit", "CRASHED"),
-        ("return", "INVALID_REPLY"),
-        ("return inside", "INVALID_REPLY"),
-        ("hang", "TIMEOUT"),
-    ],
-)
-async def test_a_tool_that_fails_is_no_observation(service, how, reason):
-    limits = {"turn_s": 2.0} if how == "hang" else {}
-    await service.open(kind="tools", tools=functions("breaks"), **limits)
-    await service.reset()
-    assert failure(await service.step(0, hermes("breaks", how=how))) == reason
+async def test_a_tool_that_fails_is_no_observation(service):
+    reasons = {
+        "give up": "REFUSED",
+        "memory": "CRASHED",
+        "exit": "CRASHED",
+        "return": "INVALID_REPLY",
+        "return inside": "INVALID_REPLY",
+        "hang": "TIMEOUT",
+    }
+    await service.open(kind="tools", tools=functions("breaks"))
+    for how, reason in reasons.items():
+        if how == "hang":
+            await service.open(kind="tools", tools=functions("breaks"), turn_s=2.0)
+        await service.reset(how)
+        assert failure(await service.step(0, hermes("breaks", how=how), how)) == reason, how
 
 
 RAISED = {
@@ -139,32 +141,29 @@ async def test_malformed_and_refused_calls_are_counted(service):
     assert [service.metric("lockstep_reward_tool_calls_total", outcome=name) for name in names] == [1, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("bytes", "caf\ufffd"),
-        ("none", "null"),
-        ("nan", '{"a": NaN, "b": Infinity}'),
-        ("numpy", '{"a": [[1, 2]], "b": 1.5, "c": true}'),
-        ("date", '["2026-01-02", "1.50", "caf\ufffd"]'),
-        ("keys", "{(1, 2): 3}"),
-        ("inside itself", "[[...]]"),
-        ("surrogate", '["?"]'),
-        ("set", '"{1}"'),
-        (
-            "huge",
-            "error: Exceeds the limit (4300 digits) for integer string conversion; use "
-            "sys.set_int_max_str_digits() to increase the limit",
-        ),
-    ],
-)
-async def test_results_that_are_no_text(service, how, text):
+NO_TEXT = {
+    "bytes": "caf\ufffd",
+    "none": "null",
+    "nan": '{"a": NaN, "b": Infinity}',
+    "numpy": '{"a": [[1, 2]], "b": 1.5, "c": true}',
+    "date": '["2026-01-02", "1.50", "caf\ufffd"]',
+    "keys": "{(1, 2): 3}",
+    "inside itself": "[[...]]",
+    "surrogate": '["?"]',
+    "set": '"{1}"',
+    "huge": "error: Exceeds the limit (4300 digits) for integer string conversion; use "
+    "sys.set_int_max_str_digits() to increase the limit",
+}
+
+
+async def test_results_that_are_no_text(service):
     await service.open(kind="tools", tools=functions("returns"))
     await service.reset()
-    assert texts(await service.step(0, hermes("returns", how=how))) == [("tool", "returns", text)]
+    for turn, (how, text) in enumerate(NO_TEXT.items()):
+        assert texts(await service.step(turn, hermes("returns", how=how))) == [("tool", "returns", text)]
 
 
-@pytest.mark.parametrize("piece", ["a", '"', "\0", "漢", "🎉", "\ud800"])
+@pytest.mark.parametrize("piece", marked(["a", '"', "\0", "漢", "🎉", "\ud800"], long=["a", '"', "漢", "\ud800"]))
 async def test_a_result_that_is_too_long_is_cut_and_not_a_failure(service, piece):
     await service.open(kind="tools", tools=functions("repeat"))
     await service.reset()

@@ -7,6 +7,11 @@ import pytest
 
 from tests.reward.environments.test_python import reason, texts, user
 from tests.support import LIMITS_S, until
+from tests.trainer.harness_processes import few_of
+
+WHERE = ["reset", "step", "close"]
+NAMES = ["Harmful", "AsyncHarmful"]
+ALONE = {"exits": "CRASHED", "stalls": "TIMEOUT", "sleeps": "TIMEOUT"}
 
 
 def harmful(how: str, where: str = "step", **settings: object) -> dict[str, object]:
@@ -35,8 +40,10 @@ async def test_the_methods_of_an_episode_that_are_not_async_run_in_one_thread_of
     assert [(tmp_path / name).read_text() for name in names] == ["closed"] * 8
 
 
-@pytest.mark.parametrize("where", ["reset", "step", "close"])
-@pytest.mark.parametrize("how", ["queries", "spins"])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    few_of([("spins", "reset"), ("queries", "step"), ("spins", "close")], ["queries", "spins"], WHERE),
+)
 async def test_a_hang_costs_no_other_episode(service, gone, how, where):
     await begin(service, harmful(how, where), good="good", **({} if where == "reset" else {"bad": "bad"}))
     (pid,) = service.pids
@@ -82,16 +89,18 @@ async def test_of_several_calls_the_one_that_began_last_is_to_be_played_again_al
         assert (reason(other), other.failure.alone) == ("NEIGHBOR", False)
 
 
-@pytest.mark.parametrize("name", ["Harmful", "AsyncHarmful"])
-@pytest.mark.parametrize(("how", "expected"), [("exits", "CRASHED"), ("stalls", "TIMEOUT"), ("sleeps", "TIMEOUT")])
-async def test_an_episode_alone_hurts_nobody_and_its_failure_is_its_own(service, name, how, expected):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    few_of([("AsyncHarmful", "exits"), ("Harmful", "stalls"), ("AsyncHarmful", "sleeps")], NAMES, ALONE),
+)
+async def test_an_episode_alone_hurts_nobody_and_its_failure_is_its_own(service, name, how):
     environment = harmful(how) | {"path": f"user_environments:{name}"}
     await begin(service, environment, good="good")
     (shared,) = service.pids
     assert not reason(await service.reset("bad", prompt="bad", alone=True))
     waiting = asyncio.create_task(service.reset("second", prompt="good", alone=True))  # num_workers is 1
     answer = await service.step(0, "", "bad")
-    assert (reason(answer), answer.failure.alone) == (expected, False)
+    assert (reason(answer), answer.failure.alone) == (ALONE[how], False)
     assert not reason(await waiting), "the place is free again"
     assert not reason(await service.step(0, "", "second"))
     assert not reason(await service.step(0, "", "good")) and service.pids == [shared]

@@ -186,6 +186,7 @@ async def test_in_its_worker_beside_other_scorers(open_run, make_item, reward_mo
     assert described == f"model {scorer_of(path)[1]} x 2 + exact 2 x 1"
 
 
+@pytest.mark.long  # test_what_cannot_be_loaded_is_refused has the reasons, tests/reward/scorers/test_python.py the way
 async def test_a_worker_that_cannot_load_it_says_why_at_open(open_run, tmp_path):
     with pytest.raises(InvalidInput, match=r"scorers\.0 \(model\) cannot start: .*none' is not a directory"):
         async with open_run({"kind": "model", "path": str(tmp_path / "none")}):
