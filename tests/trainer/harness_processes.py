@@ -19,7 +19,7 @@ forks.set_forkserver_preload(
 )
 
 
-def marked(names: Iterable[str], long: Collection[str]) -> list[Any]:
+def marked(names: Iterable[Any], long: Collection[Any]) -> list[Any]:
     """Returns parameters of a test; only make test-long runs those in `long`."""
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in names]
 

@@ -134,7 +134,7 @@ LAYOUTS = {
     "dp2-cp2": Layout("untied", 4, CP, HALVES | SMALL),
 }
 # Only make test-long runs these layouts: others have what they have, each together with something else.
-LONG = {"fsdp-1-small", "megatron-1-small", "dp2-cp2"}
+LONG = {"fsdp-1-small", "megatron-1", "megatron-1-small", "dp2-cp2"}
 
 
 def samples() -> pa.Table:

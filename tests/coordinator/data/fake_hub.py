@@ -3,10 +3,15 @@
 import base64
 import json
 import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.support import ROOT
 
 _ID = "openai/gsm8k"
 _SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -85,3 +90,50 @@ def hub(files: Mapping[str, bytes], pushed: dict[str, bytes] | None = None) -> I
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+_ANSWERING = """
+import json, os, sys
+out, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    print(json.dumps(answer(*json.loads(line))), file=out, flush=True)
+"""
+
+
+@contextmanager
+def asking(program: str, endpoint: str, directory: Path) -> Iterator[Callable[..., str]]:
+    """Runs `program`, which defines answer(*arguments) -> str, in a new process in `directory`, and yields this
+    function.
+
+    The Hub client reads its settings only when it is imported; they name the Hub at `endpoint`, and a cache in
+    `directory`.
+    """
+    env = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(directory / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "PATH": "/usr/bin:/bin",
+    }
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'protos'}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + _ANSWERING],
+        env=env,
+        cwd=directory,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin and process.stdout
+
+    def ask(*arguments: object) -> str:
+        print(json.dumps(arguments), file=process.stdin, flush=True)
+        answer = process.stdout.readline()
+        assert answer, process.communicate()[1]
+        return json.loads(answer)
+
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.communicate()

@@ -16,6 +16,7 @@ from services.coordinator.rl.blocks import ByLength
 from services.trainer.ranks.calls import rank_command
 from tests.coordinator.fake_services import FakeReward
 from tests.coordinator.runs.killing import CountingRank, make_run, surviving_services
+from tests.trainer.harness_processes import marked
 
 _TWO_BLOCKS = {"max_tokens_per_microbatch": 16}
 
@@ -42,7 +43,7 @@ async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path
         assert [batch[1][0] for batch in streamed] == [f"{num_minibatches - 1}"] * 2
 
 
-@pytest.mark.parametrize("num_failing", [1, 2])
+@pytest.mark.parametrize("num_failing", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_failing: int
 ) -> None:
@@ -67,7 +68,7 @@ async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
         assert "caller has given up" not in "".join(r.message for r in caplog.records if r.levelname == "ERROR")
 
 
-@pytest.mark.parametrize("num_messages", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("num_messages", marked([0, 1, 2, 3, 5], long=[0, 2, 5]))
 async def test_a_lost_stream_is_sent_again_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_messages: int
 ) -> None:

@@ -69,8 +69,9 @@ async def test_nothing_of_a_hostile_text_runs_or_takes_long(patient, make_item, 
     assert list(canaries.iterdir()) == []
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 async def test_endless_texts_are_wrong_and_end_in_time_and_the_next_samples_are_right(
-    runs, make_item, to_item, canaries, hurried
+    runs, make_item, to_item, canaries, hurried, every
 ):
     honest = [make_item(rf"\boxed{{{n}}}", "5") for n in (5, 6)]
 
@@ -87,7 +88,7 @@ async def test_endless_texts_are_wrong_and_end_in_time_and_the_next_samples_are_
             assert [outcome.components for outcome in followers] == [{"math": 1.0}, {"math": 0.0}], text[:80]
         return outcomes
 
-    halves = await gather(one_by_one(run, ENDLESS[half::2]) for half, run in enumerate(runs))
+    halves = await gather(one_by_one(run, ENDLESS[::every][half::2]) for half, run in enumerate(runs))
     outcomes = [(text, outcome.components, outcome.failure) for half in halves for text, outcome in half]
     assert outcomes == [(text, {"math": 0.0}, None) for text, *_ in outcomes]
     assert list(canaries.iterdir()) == []

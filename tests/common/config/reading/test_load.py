@@ -259,6 +259,8 @@ def _is_set(path: str) -> bool:
     return True
 
 
+SMALLEST_CONFIG = Config.model_validate(SMALLEST)
+SMALLEST_DUMPED = SMALLEST_CONFIG.model_dump(mode="json")
 ALL_KEYS = [key for key in keys(Config) if _is_set(key.path)]
 
 
@@ -268,12 +270,12 @@ def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -
 
     The error of a wrong value shows that the key was read.
     """
-    dumped = Config.model_validate(SMALLEST).model_dump(mode="json")
+    dumped = SMALLEST_DUMPED
     for name in path.split("."):
         dumped = dumped[name]
     value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     config = load(Config, [file, f"{path}={value}"])
-    assert config == Config.model_validate(SMALLEST)
+    assert config == SMALLEST_CONFIG
     # Dictionaries that are passed through accept any key, so they are left out. A key for text accepts any text, so the
     # wrong value is a table that holds a list in a list, which fits no other key.
     if not isinstance(_default(path), dict):

@@ -77,7 +77,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[PromptDataset]
         loop.close()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(rows=ROWS, name=st.sampled_from(["x.jsonl", "x.json", "x.jsonl.gz"]), is_ascii=st.booleans())
 def test_scorers_get_what_the_file_has(
     scored: Callable[[PromptDataset], list[float]],

@@ -3,8 +3,6 @@
 import errno
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +16,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading.sources import read_rows
 from services.coordinator.text.tokenizer import Tokenizer
-from tests.coordinator.data.fake_hub import hub
+from tests.coordinator.data.fake_hub import asking, hub
 from tests.support import raises
 
 ROWS: list[dict[str, Any]] = [
@@ -118,56 +116,58 @@ def test_a_file_that_is_missing_or_may_not_be_read_is_named(tmp_path: Path, monk
         read_rows(tmp_path / "mine.jsonl", field="data.train")
 
 
-def read_from_hub(endpoint: str, url: str, tmp_path: Path) -> str:
-    """Reads in a new process, because the Hub client reads its settings only when it is imported."""
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
-        "from services.coordinator.data.reading.sources import files_of, read_rows\n"
-        "try:\n    files = files_of(Path(sys.argv[1]), field='data.train')\n"
-        "    print([dict(row) for file in files for _, row in read_rows(file, field='data.train')])\n"
-        "except LockstepError as error:\n    print(type(error).__name__, error)\n"
-    )
-    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", code, url]
-    return subprocess.run(command, env=env, cwd=Path.cwd(), capture_output=True, text=True, check=True).stdout
+READING = """
+from pathlib import Path
+from services.common.errors import LockstepError
+from services.coordinator.data.reading.sources import files_of, read_rows
+def answer(url):
+    try:
+        files = files_of(Path(url), field="data.train")
+        return str([dict(row) for file in files for _, row in read_rows(file, field="data.train")])
+    except LockstepError as error:
+        return f"{type(error).__name__} {error}"
+"""
+DATASET = "hf://datasets/openai/gsm8k"
 
 
 def test_files_on_the_hub(tmp_path: Path) -> None:
-    with hub({"data/train.jsonl": b'{"a": 1}\n'}) as endpoint:
-        rows = "[{'a': 1}]\n"
-        assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k/data/train.jsonl", tmp_path) == rows
-        assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k@v1/data/train.jsonl", tmp_path) == rows
-        missing = read_from_hub(endpoint, "hf://datasets/openai/gsm9k/data/train.jsonl", tmp_path)
+    rows = "[{'a': 1}]"
+    with hub({"data/train.jsonl": b'{"a": 1}\n'}) as endpoint, asking(READING, endpoint, tmp_path) as ask:
+        assert ask(f"{DATASET}/data/train.jsonl") == rows
+        assert ask(f"{DATASET}@v1/data/train.jsonl") == rows
+        missing = ask("hf://datasets/openai/gsm9k/data/train.jsonl")
         assert missing.startswith("NotFound data.train: you cannot see file data/train.jsonl of dataset openai/gsm9k")
-    assert read_from_hub(endpoint, "hf://datasets/openai/gsm8k/data/train.jsonl", tmp_path) == rows  # it was kept
-    elsewhere = read_from_hub(endpoint, "hf://datasets/openai/gsm8k/other.jsonl", tmp_path)
+    with asking(READING, endpoint, tmp_path) as ask:
+        assert ask(f"{DATASET}/data/train.jsonl") == rows  # it was kept
+        elsewhere = ask(f"{DATASET}/other.jsonl")
     assert elsewhere.startswith("Unavailable data.train: file other.jsonl of dataset openai/gsm8k was not downloaded")
 
 
 def test_several_files_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
     lines = {f"data/train-{part}.jsonl": f'{{"a": {part}}}\n'.encode() for part in (2, 1)}
-    dataset = "hf://datasets/openai/gsm8k"
-    with hub(lines | {"data/test.jsonl": b'{"a": 0}\n', "README.md": b"train.jsonl"}) as endpoint:
-        for url in (dataset, f"{dataset}@v1", f"{dataset}/data/train-*.jsonl"):
-            assert read_from_hub(endpoint, url, tmp_path) == "[{'a': 1}, {'a': 2}]\n"
-        unclear = read_from_hub(endpoint, f"{dataset}/*.parquet", tmp_path)
-    assert unclear.startswith(
-        f"InvalidInput data.train: {dataset.replace('//', '/')}/*.parquet does not say which files"
-    )
-    assert unclear.endswith("it has data/test.jsonl, data/train-1.jsonl, data/train-2.jsonl\n")
-    with hub({"easy/train.jsonl": b"", "hard/train.jsonl": b""}) as endpoint:
-        assert "easy/train.jsonl, hard/train.jsonl" in read_from_hub(endpoint, dataset, tmp_path)
-    several = {"train.json": b'[{"a": 1}]', "train.csv": b"a\n2\n", "dataset_infos.json": b"{}"}
-    with hub(several) as endpoint:
-        assert read_from_hub(endpoint, f"{dataset}/train.csv", tmp_path) == "[{'a': '2'}]\n"
-        assert read_from_hub(endpoint, dataset, tmp_path) == "[{'a': 1}]\n"
-    with hub({"README.md": b""}) as endpoint:
-        assert "it has no .parquet or .jsonl or .ndjson" in read_from_hub(endpoint, dataset, tmp_path)
-    unreachable = read_from_hub(endpoint, dataset, tmp_path)
-    assert unreachable.startswith("Unavailable data.train: the files of dataset openai/gsm8k are not known"), (
-        unreachable
-    )
-    assert unreachable.count("\n") == 1
+    files = lines | {"data/test.jsonl": b'{"a": 0}\n', "README.md": b"train.jsonl"}
+    with hub(files) as endpoint, asking(READING, endpoint, tmp_path) as ask:
+        for url in (DATASET, f"{DATASET}@v1", f"{DATASET}/data/train-*.jsonl"):
+            assert ask(url) == "[{'a': 1}, {'a': 2}]"
+        unclear = ask(f"{DATASET}/*.parquet")
+        assert unclear.startswith(
+            f"InvalidInput data.train: {DATASET.replace('//', '/')}/*.parquet does not say which files"
+        )
+        assert unclear.endswith("it has data/test.jsonl, data/train-1.jsonl, data/train-2.jsonl")
+        files.clear()
+        files.update({"easy/train.jsonl": b"", "hard/train.jsonl": b""})
+        assert "easy/train.jsonl, hard/train.jsonl" in ask(DATASET)
+        files.clear()
+        files.update({"train.json": b'[{"a": 1}]', "train.csv": b"a\n2\n", "dataset_infos.json": b"{}"})
+        assert ask(f"{DATASET}/train.csv") == "[{'a': '2'}]"
+        assert ask(DATASET) == "[{'a': 1}]"
+        files.clear()
+        files["README.md"] = b""
+        assert "it has no .parquet or .jsonl or .ndjson" in ask(DATASET)
+    with asking(READING, endpoint, tmp_path) as ask:
+        unreachable = ask(DATASET)
+    assert unreachable.startswith("Unavailable data.train: the files of dataset openai/gsm8k are not known")
+    assert "\n" not in unreachable
 
 
 def test_other_urls_are_refused() -> None:

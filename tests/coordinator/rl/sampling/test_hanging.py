@@ -141,7 +141,7 @@ async def test_one_bad_row_costs_its_own_group_and_no_other(
     assert "prompt p3 sample" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/reward/environments/test_workers.py shows what a hanging close costs
 async def test_an_environment_that_hangs_in_close_costs_no_group(monkeypatch: pytest.MonkeyPatch):
     async with real(harmful(["text 3"], "sleeps", "close", max_retries=0), monkeypatch) as collector:
         groups = await gather(collector.one(i, make_prompt(i), PromptRequest(2, SAMPLING, STAMP, 1)) for i in range(8))
