@@ -98,6 +98,8 @@ def test_command_line_starts_without_torch() -> None:
     assert not imported & {*HEAVY, "numpy", "pyarrow", "pydantic", "huggingface_hub"}  # `--help` needs none of them
 
 
+# tests/deploy/test_images.py shows it with all that an image lacks.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "modules",
     [

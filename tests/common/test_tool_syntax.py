@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.tool_syntax import MAX_CALLS, THINK, BadCall, find_calls, read_texts
 from services.reward.environments.base import ToolCall, Turn
+from tests.trainer.harness_processes import few_of
 
 ARGUMENTS = {"search": "query", "python": "code"}
 
@@ -123,19 +124,17 @@ def test_a_turn_may_have_so_many_calls(syntax, one):
     assert [type(call) for call in found] == [ToolCall] * MAX_CALLS + [BadCall] * MAX_CALLS
 
 
-@pytest.mark.parametrize("syntax", ["hermes", "qwen3_coder", "llama3", "tags"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("<search>", "<tool_call>", '{"name": ', "<", "</search>", "<|python_tag|>", "\ud800", "<think>", "</think>"),
-        *(
-            "<tool_call><function=f><parameter=a>",
-            "<tool_call><function=f></tool_call>",
-            "<tool_call>{",
-            "</parameter>",
-        ),
-    ],
-)
+XML = ("<tool_call><function=f><parameter=a>", "<tool_call><function=f></tool_call>", "</parameter>")
+# Syntaxes with the marks that they look for, and each mark once.
+MARKS = [
+    *(("hermes", text) for text in ("<tool_call>", "<tool_call>{", XML[1], "<think>")),
+    *(("qwen3_coder", text) for text in (*XML, "<tool_call>")),
+    *(("llama3", text) for text in ('{"name": ', "<|python_tag|>", XML[1], "</think>")),
+    *(("tags", text) for text in ("<search>", "</search>", "<", "\ud800")),
+]
+
+
+@pytest.mark.parametrize(("syntax", "text"), few_of(MARKS, *map(dict.fromkeys, zip(*MARKS, strict=True))))
 def test_long_text_takes_no_more_than_linear_time(syntax, text):
     """Tests that long text is searched in a few seconds; in quadratic time it would take minutes."""
     began = time.process_time()
@@ -171,7 +170,7 @@ ENDS = {"qwen3_coder": r"</parameter>\s*(<parameter=|</function>\s*</tool_call>)
 THOUGHTS = TEXTS.filter(lambda text: "</think>" not in text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(PROSE, st.lists(st.dictionaries(TEXTS, VALUES, max_size=3), min_size=1, max_size=3), THOUGHTS)
 def test_any_arguments_come_back_whatever_tags_they_hold(prose, arguments, thought):
     expected = [("write", one) for one in arguments]

@@ -10,6 +10,7 @@ from tests.model.properties import INVARIANTS
 from tests.model.protocol import FAULTS, PROTOCOL
 from tests.model.search import PROGRESS, Found, search
 from tests.model.state import Mode, Rules, World, world_of
+from tests.trainer.harness_processes import marked
 
 log = logging.getLogger(__name__)
 NAMES = {holds: name for name, holds in INVARIANTS.items()}
@@ -69,6 +70,7 @@ def test_the_protocol_keeps_its_promises_in_every_state(max_faults: int, record_
     assert found.num_finished > 1
 
 
+@pytest.mark.long
 def test_permuting_everything_finds_no_more(record_property: Record):
     """Tests that the shorter search of the first test leaves out only what makes no difference."""
     found = _reported(search(PROTOCOL, max_faults=1, permuting=True), record_property)
@@ -90,7 +92,7 @@ def test_there_is_a_mutation_for_each_rule():
     assert all(name in known for faults in used for name in faults)
 
 
-@pytest.mark.parametrize("rule", MUTATIONS)
+@pytest.mark.parametrize("rule", marked(MUTATIONS, long=["contents_compared"]))  # three times as long as any other
 def test_a_protocol_without_a_rule_is_found(rule: str, record_property: Record):
     faults, invariant = MUTATIONS[rule]
     found = _reported(_without(rule, faults, World()), record_property)

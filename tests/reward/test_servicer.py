@@ -192,7 +192,9 @@ async def service():
         await process.wait()
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGKILL, -9), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)]
+)
 async def test_no_process_outlives_the_service(children, gone, number, exit_code):
     config = {
         "scorers": [{"kind": "math"}, {"kind": "python", "path": "reward_functions:hangs"}],

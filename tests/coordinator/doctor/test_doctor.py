@@ -346,11 +346,13 @@ def test_answers_clocks_and_versions() -> None:
 
 
 @pytest.mark.slow
-async def test_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_broadcast() -> None:
     assert_fails(await check_broadcast(timeout_s=PATIENCE_S), OK, "64 MiB in", "")
     dead = await check_broadcast(("-c", "raise SystemExit('no gloo here')"))
     assert_fails(dead, FAIL, "no gloo here", "gloo")
 
+
+async def test_a_broadcast_of_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:
         return types_pb2.TestBroadcast(digest=str(rank), num_bytes=1 << 20, duration_s=1)
 

@@ -29,9 +29,14 @@ USER = "tests.reward.environments.user_environments"
     [
         ("OneThread", {"file": "/dev/null"}, ("42", ""), OK, "opens, and plays"),
         ("Guess", {}, ("3", ""), WARN, "step(''): ValueError"),
-        ("Actor", {"reset": "raises"}, ("", ""), FAIL, "reset: KeyError: 'column'"),
+        pytest.param(
+            *("Actor", {"reset": "raises"}, ("", ""), FAIL, "reset: KeyError: 'column'"), marks=pytest.mark.long
+        ),
         ("Actor", {}, ("raises", "exits"), FAIL, "step: KeyError: 'column'"),
-        ("Actor", {}, ("has_no_role", ""), WARN, "step('has_no_role'): a message must have role"),
+        pytest.param(
+            *("Actor", {}, ("has_no_role", ""), WARN, "step('has_no_role'): a message must have role"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *("Harmful", {"prompt": "bad"}, ("42", ""), FAIL, "step: no reply within 5 s"), marks=pytest.mark.long
         ),
@@ -84,7 +89,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_console", literal_console())  # of the output that the runner puts in place
 
 
-@pytest.mark.parametrize("how", ["texts", "file", "typed"])
+@pytest.mark.parametrize("how", ["texts", pytest.param("file", marks=pytest.mark.long), "typed"])
 def test_an_episode_is_played_without_a_model(tmp_path: Path, how: str) -> None:
     config = write_config(tmp_path, {"kind": "python", "path": f"{USER}:Journal"})
     (tmp_path / "replies").write_text('hi\n"done"\nnever\n')

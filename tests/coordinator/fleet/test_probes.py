@@ -15,7 +15,7 @@ from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.probes import Probe, known_tools
-from services.coordinator.rl import eval_session
+from services.coordinator.rl import eval_session, session
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
@@ -94,9 +94,12 @@ def test_a_held_out_set_needs_the_columns_too(
     assert load_data(configured({**AGENT, "columns": ["level"]}, train=train, eval={"held": train}), Addresses())
 
 
-def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(configured: Callable[..., Config]) -> None:
+def test_a_row_too_long_with_the_tools_is_dropped_or_refused_at_load(
+    configured: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = load_data(configured(), Addresses())
     assert data is not None
+    monkeypatch.setattr(session, "known_tools", lambda *_: data.tools)  # they are known now
     limit = max(len(data.train.prompts[index].tokens) for index in (0, 2))
     assert limit < len(data.train.prompts[1].tokens)
     with pytest.raises(InvalidInput, match=r"1 of 3 rows that are above data\.max_prompt_tokens"):

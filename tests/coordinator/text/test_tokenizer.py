@@ -115,7 +115,7 @@ def test_bos_only_where_asked(tokenizer):
     assert 0 not in tokenizer.encode("clips")
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(min_size=1, max_size=20), times=st.integers(0, 2), after=st.sampled_from(["", " <|im_end|>"]))
 def test_a_text_begins_with_bos_once_and_is_continued(make_model, backend, text, times, after):
     """Tokenizers may add BOS, EOS, both or none; a text that begins with BOS was rendered with it."""

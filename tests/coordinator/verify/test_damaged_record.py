@@ -19,6 +19,7 @@ from services.coordinator.observe.report.page import gather
 from services.coordinator.replay.record import Record
 from services.coordinator.verify.session import show_verdict, verify
 from tests.coordinator.runs.killing import make_run, surviving_services
+from tests.trainer.harness_processes import marked
 
 NUM_STEPS = 2
 
@@ -71,7 +72,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", marked(CHANGES, long=["empty", "other JSON"]))
 def test_a_damaged_file_is_named(undisturbed: Path, tmp_path: Path, change: str) -> None:
     for number, file in enumerate(sorted(path for path in undisturbed.rglob("*") if path.is_file())):
         copy = Path(shutil.copytree(undisturbed, tmp_path / str(number)))

@@ -54,13 +54,13 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
     [
         ("raises", FailureReason.ERROR, "KeyError: 'column'"),
         ("not_a_number", FailureReason.ERROR, "finite number, not nan"),
-        ("text", FailureReason.ERROR, "finite number, not '1.0'"),
-        ("exits", FailureReason.CRASHED, "exit code 3"),
+        pytest.param("text", FailureReason.ERROR, "finite number, not '1.0'", marks=pytest.mark.long),
+        pytest.param("exits", FailureReason.CRASHED, "exit code 3", marks=pytest.mark.long),
         ("exits_while_answering", FailureReason.CRASHED, "exit code 3"),
-        ("answers_nonsense", FailureReason.CRASHED, "not JSON"),
+        pytest.param("answers_nonsense", FailureReason.CRASHED, "not JSON", marks=pytest.mark.long),
         ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1: out of memory (reward.max_memory_gib)"),
-        ("leaves", FailureReason.CRASHED, "exit code 1: sys.exit(no such column)"),
+        pytest.param("leaves", FailureReason.CRASHED, "exit code 1: sys.exit(no such column)", marks=pytest.mark.long),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
     ],
 )
@@ -107,7 +107,7 @@ def until_hanging(tmp_path):
     return lambda num_workers: until(lambda: len(list(tmp_path.iterdir())) == num_workers)
 
 
-@pytest.mark.parametrize("name", ["dies_once", "dies_once_async"])
+@pytest.mark.parametrize("name", [pytest.param("dies_once", marks=pytest.mark.long), "dies_once_async"])
 async def test_a_sample_whose_worker_dies_is_scored_once_more(open_run, make_item, tmp_path, name):
     items = [make_item(str(number), extra={"died": str(tmp_path)}) for number in range(5)]
     async with open_run(scorer(name), num_workers=2) as run:

@@ -264,22 +264,23 @@ SMALLEST_DUMPED = SMALLEST_CONFIG.model_dump(mode="json")
 ALL_KEYS = [key for key in keys(Config) if _is_set(key.path)]
 
 
-@pytest.mark.parametrize("path", [key.path for key in ALL_KEYS])
-def test_every_listed_key_can_be_set_on_the_command_line(file: str, path: str) -> None:
-    """Sets each key to the value that it has already, since any other may break a rule.
+def test_every_listed_key_can_be_set_on_the_command_line(file: str) -> None:
+    """Sets all keys to the values that they have already, since any other may break a rule.
 
     The error of a wrong value shows that the key was read.
     """
-    dumped = SMALLEST_DUMPED
-    for name in path.split("."):
-        dumped = dumped[name]
-    value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-    config = load(Config, [file, f"{path}={value}"])
-    assert config == SMALLEST_CONFIG
-    # Dictionaries that are passed through accept any key, so they are left out. A key for text accepts any text, so the
-    # wrong value is a table that holds a list in a list, which fits no other key.
-    if not isinstance(_default(path), dict):
-        assert path in refused(file, f"{path}={{wrong: [[]]}}")
+    settings = []
+    for path in (key.path for key in ALL_KEYS):
+        dumped = SMALLEST_DUMPED
+        for name in path.split("."):
+            dumped = dumped[name]
+        value = yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+        settings.append(f"{path}={value}")
+        # Dictionaries that are passed through accept any key, so they are left out. A key for text accepts any text, so
+        # the wrong value is a table that holds a list in a list, which fits no other key.
+        if not isinstance(_default(path), dict):
+            assert path in refused(file, f"{path}={{wrong: [[]]}}")
+    assert load(Config, [file, *settings]) == SMALLEST_CONFIG
 
 
 def test_no_number_is_a_truth_value(file: str) -> None:
