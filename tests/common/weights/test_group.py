@@ -209,6 +209,7 @@ def test_absent_member_aborts_within_the_timeout(store, pool, next_epoch) -> Non
         assert caught.value.metadata["absent"] == "1,2,4"
 
 
+@pytest.mark.long  # gloo waits ten seconds
 def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> None:
     """Imitates a member that has announced itself in the store, but then connects to no other."""
     group = message(store.address, epoch=next_epoch(), world_size=2, timeout_s=1.0)
@@ -297,7 +298,8 @@ def members(store: ServedStore) -> Iterator[list[Member]]:
         member.process.communicate()
 
 
-@pytest.mark.slow
+# The tests above show what ends a wait; test_pairs.py and whole runs kill processes.
+@pytest.mark.long
 def test_group_outlives_a_member_that_is_killed_in_a_broadcast(store, members, next_epoch) -> None:
     # These are 64 MiB in buckets of 1 MiB: more than the sockets between the members hold, so that the sender must wait
     # for the dead member.

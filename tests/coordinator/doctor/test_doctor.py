@@ -352,6 +352,7 @@ async def test_broadcast() -> None:
     assert_fails(dead, FAIL, "no gloo here", "gloo")
 
 
+@pytest.mark.long
 async def test_a_broadcast_of_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wrong(group: object, rank: int) -> types_pb2.TestBroadcast:
         return types_pb2.TestBroadcast(digest=str(rank), num_bytes=1 << 20, duration_s=1)

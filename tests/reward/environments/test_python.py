@@ -11,7 +11,9 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from services.common.errors import InvalidInput, Reason
 from services.reward.errors import EnvironmentFailure
 from tests.support import LIMITS_S, raises, until
+from tests.trainer.harness_processes import marked
 
+DEATHS = ["exits", "floods", "answers_nonsense", "answers_another", "takes_memory"]
 BAD_REPLIES = (
     "is_long",
     "is_a_number",
@@ -111,7 +113,7 @@ async def test_an_environment_that_raises_leaves_its_traceback_in_the_log_once(s
     assert 'raise KeyError("column")' in first and "environments/worker.py" not in first
 
 
-@pytest.mark.parametrize("what", ["exits", "floods", "answers_nonsense", "answers_another", "takes_memory"])
+@pytest.mark.parametrize("what", marked(DEATHS, long=["floods", "answers_nonsense", "answers_another"]))
 async def test_a_worker_that_dies_takes_its_episodes_with_it_and_is_restarted(service, gone, what):
     await service.open(**user("Actor"))
     (pid,) = service.pids
@@ -125,7 +127,7 @@ async def test_a_worker_that_dies_takes_its_episodes_with_it_and_is_restarted(se
     assert service.pids != [pid]
 
 
-@pytest.mark.parametrize("call", ["reset", "step", "close"])
+@pytest.mark.parametrize("call", marked(["reset", "step", "close"], long=["reset", "close"]))
 async def test_a_worker_that_is_killed_in_a_call(service, gone, tmp_path, call):
     await service.open(**user("Actor"))
     (pid,) = service.pids
