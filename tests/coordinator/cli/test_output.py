@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import stat
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import yaml
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.observe.report.page import gather
 from tests.coordinator.daemon.harness import NUM_STEPS, Fakes, fake_services, run_settings
-from tests.coordinator.forked_command import ForkedCommand
 from tests.small_disk import small_disk
 from tests.support import PATIENCE_S
 
@@ -28,7 +28,7 @@ async def fakes() -> AsyncIterator[Fakes]:
 class Run:
     """A running `lockstep run` in `directory`."""
 
-    def __init__(self, process: ForkedCommand, directory: Path):
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path):
         self.process, self.run_dir = process, directory / "runs" / "run"
 
     @classmethod
@@ -38,8 +38,11 @@ class Run:
         (directory / "run.yaml").write_text(yaml.safe_dump(run_settings(directory)))
         given = fakes.given
         addresses = ("--trainer", given.trainer, "--reward", given.reward[0], "--rollout", given.rollout[0])
-        command = ("run", "run.yaml", *overrides, *addresses)
-        return cls(await ForkedCommand.start(*command, cwd=directory, stdout=output), directory)
+        command = (sys.executable, "-m", "services.coordinator", "run", "run.yaml", *overrides, *addresses)
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=directory, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.PIPE
+        )
+        return cls(process, directory)
 
     async def end(self) -> tuple[int, list[str]]:
         """Returns the exit code and the lines on stderr that are not gRPC's."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 import tomllib
 from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
@@ -16,21 +17,22 @@ from lockstep.coordinator.v1.coordinator_pb2_grpc import CoordinatorServiceServi
 
 from services.common.rpc.client import Client
 from tests.coordinator.daemon.harness import Fakes, fake_services, run_settings
-from tests.coordinator.forked_command import ForkedCommand
 from tests.support import PATIENCE_S, ROOT, free_port, until
 
 
 class Command:
     """A running `lockstep` command in `directory`, with its output."""
 
-    def __init__(self, process: ForkedCommand, output: Path):
+    def __init__(self, process: asyncio.subprocess.Process, output: Path):
         self.process, self._output = process, output
 
     @classmethod
     async def start(cls, directory: Path, *arguments: str) -> "Command":
         output = directory / f"{'-'.join(arguments[:2])}-{len(list(directory.iterdir()))}.out"
         with output.open("wb") as file:
-            process = await ForkedCommand.start(*arguments, cwd=directory, stdout=file.fileno(), stderr=file.fileno())
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "services.coordinator", *arguments), cwd=directory, stdout=file, stderr=file
+            )
         return cls(process, output)
 
     @property
