@@ -283,6 +283,21 @@ async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(tr
     assert (await trainer.train(trainer.batch())).version == 1
 
 
+async def test_a_loss_that_fails_for_a_later_microbatch_leaves_no_gradients(trainer: Deployment) -> None:
+    settings = {
+        "loss": {"kind": "python", "import_path": "tests.user_functions:fails_once"},
+        "max_tokens_per_microbatch": 32,
+    }
+    batch, norms = trainer.batch(), []
+    for fails in (True, False):
+        await trainer.open(**settings)
+        await trainer.publish()
+        if fails:
+            assert (await refused(trainer, batch)).metadata["field"] == "trainer.loss.import_path"
+        norms.append((await trainer.train(batch)).metrics["grad_norm"])
+    assert norms[0] == norms[1]
+
+
 async def test_malformed_streams_are_refused(trainer: Deployment) -> None:
     batch = trainer.batch()
     frames = [pb.TrainRequest(frame=frame) for frame in batches.encode(batch)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from services.common.compat.versions import require_version
@@ -43,6 +44,19 @@ def storage_id(tensor: torch.Tensor) -> int:
     Reason: one storage can have several Python objects, and after a resize to 0 its address is 0.
     """
     return tensor.untyped_storage()._cdata
+
+
+def discard_unreduced_gradients(model: nn.Module) -> None:
+    """Discards gradients of micro-batches that FSDP has not summed over ranks yet.
+
+    Reason: after a micro-batch that fails, FSDP would add those of the micro-batches before it to the next update.
+    """
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for parameter in group.fsdp_params if group else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it has been in a forward pass
+                parameter.unsharded_param.grad = None
 
 
 def is_in_backward() -> bool:

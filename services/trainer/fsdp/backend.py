@@ -26,6 +26,7 @@ from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
 from services.trainer.checkpoint.agreement import names_on_all_ranks
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
+from services.trainer.compat.torch import discard_unreduced_gradients
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
@@ -175,6 +176,7 @@ class FsdpBackend(Backend):
 
     def discard_gradients(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        discard_unreduced_gradients(self._model)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._adapters.merged()
