@@ -344,8 +344,9 @@ class RoleConfig(Strict):
         inherited = "" if self.model else trainer.megatron.dist_checkpointing_path
         path = (self.megatron.dist_checkpointing_path if self.megatron else "") or inherited
         own["megatron"] = (self.megatron or trainer.megatron).model_copy(update={"dist_checkpointing_path": path})
-        # Adapters and a lag are the policy's only.
-        return trainer.model_copy(update={"lora": LoraConfig(), "lag": LagConfig(), **own})
+        # Adapters, a lag and router replay are the policy's only.
+        only = {"lora": LoraConfig(), "lag": LagConfig(), "moe": RoutingConfig()}
+        return trainer.model_copy(update=only | own)
 
 
 class ReferenceConfig(RoleConfig):

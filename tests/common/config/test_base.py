@@ -157,3 +157,9 @@ def test_keys_of_a_part_that_nobody_turned_on_are_refused(file: str, part: str, 
     assert "set enabled: true" in words
     turned_off = load(Config, [file, f"selection.{part}.{key}", f"selection.{part}.enabled=false"])
     assert parse_json(Config, turned_off.model_dump_json()) == turned_off
+
+
+def test_roles_that_replay_nothing_may_have_routers_that_cannot(file: str):
+    own = "{strategy: megatron, megatron: {transformer_config_kwargs: {moe_router_fusion: true}}}"
+    config = load(Config, [file, "trainer.moe.router_replay=on", "trainer.loss.kl_coef=0.1", f"reference={own}"])
+    assert parse_json(TrainerConfig, config.models["reference"].model_dump_json()).megatron.transformer_config_kwargs
