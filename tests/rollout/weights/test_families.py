@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 
-from services.common.batches.routed_experts import from_parts
+from services.common.batches.routed_experts import from_parts, routed_experts_shape
 from tests.rollout.rollout_stack import GREEDY_TOKENS, PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.rollout.weights.test_publication import (
     LENGTH,
@@ -57,7 +57,7 @@ async def test_an_engine_samples_as_the_trainer_computes(
     stack: Stack, model: Callable[[str], Path], tmp_path: Path, case: str
 ):
     kind, changes = CASES[case]
-    is_routed = kind.endswith("moe")
+    is_routed = routed_experts_shape((model(kind) / "config.json").read_bytes()) is not None
     rank = LORA["rank"] if "lora" in changes else 0
     stack = Stack(stack.trainer, stack.replicas[:1])  # test_publication.py has two replicas
     await stack.open(model(kind), TRAINER | changes, adapter_rank=rank, return_routed_experts=is_routed)

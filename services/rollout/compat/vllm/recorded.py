@@ -31,6 +31,7 @@ from vllm.forward_context import get_forward_context
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -201,15 +202,16 @@ def masks_of(output: RequestOutput) -> bytes:
 class _ExpertRecorder:
     """Writes the experts that each layer chooses into the slots of the tokens. vLLM's binding calls `capture` only."""
 
-    def __init__(self, slots_SLK: np.ndarray):
-        self._slots_SLK = slots_SLK
+    def __init__(self, slots_SLK: np.ndarray, layer_name: str):
+        """`layer_name`: an attention layer of `_kept_group`."""
+        self._slots_SLK, self._layer_name = slots_SLK, layer_name
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         """Takes the experts [rows, top_k] of the step that runs."""
         mapping = get_forward_context().slot_mapping
         if not isinstance(mapping, dict) or not mapping:
             return  # a run without requests
-        slots = next(iter(mapping.values()))[: len(topk_ids)].numpy()
+        slots = mapping[self._layer_name][: len(topk_ids)].numpy()
         is_token = slots >= 0  # the others are padding
         self._slots_SLK[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
 
@@ -225,7 +227,15 @@ def record_experts(worker: WorkerExtension) -> None:
     assert cache.num_gpu_blocks, "the engine has allocated its KV cache"
     path, shape = _slots_of(worker.vllm_config)
     size = (cache.num_gpu_blocks * cache.block_size, shape.num_layers, shape.top_k)
-    bind(model_of(worker), _ExpertRecorder(np.memmap(path, shape.dtype, "w+", shape=size)))
+    groups = worker.model_runner.kv_cache_config.kv_cache_groups
+    slots_SLK = np.memmap(path, shape.dtype, "w+", shape=size)
+    bind(model_of(worker), _ExpertRecorder(slots_SLK, groups[_kept_group(groups)].layer_names[0]))
+
+
+def _kept_group(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Returns which of the lists of blocks a request keeps until it ends: layers with a window free theirs before."""
+    is_kept = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups]
+    return is_kept.index(True) if any(is_kept) else 0
 
 
 class ReturnsExperts(SchedulerMixin):
@@ -246,7 +256,8 @@ class ReturnsExperts(SchedulerMixin):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Reads the experts of a request that has ended, before its slots can be given to another."""
-        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        kept = _kept_group(self.kv_cache_config.kv_cache_groups)
+        blocks = self.kv_cache_manager.get_block_ids(request.request_id)[kept]
         slots = np.add.outer(np.array(blocks) * self.block_size, np.arange(self.block_size)).reshape(-1)
         self._ended[request.request_id] = self._slots_SLK[slots[: request.num_tokens - 1]]
         return super()._free_request(request, *args, **kwargs)

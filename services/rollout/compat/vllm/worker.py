@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload import meta as reload_meta
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from services.common.compat.torch import OperatorWatch, OpOverload
 
@@ -50,6 +51,8 @@ _COPIED_DIRECTLY = {"GptOssForCausalLM": ("w13_weight", "w13_bias", "w2_weight",
 
 class ModelRunner(Protocol):
     """The object that runs the model in a worker."""
+
+    kv_cache_config: KVCacheConfig
 
     def get_model(self) -> nn.Module: ...
 
