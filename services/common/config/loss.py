@@ -127,8 +127,8 @@ class CorrectionConfig(Strict):
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
 
 
-# The most bytes of a sample's top k: they travel with its other columns in one message, of 64 MiB at most.
-_MAX_TOP_K_BYTES = 32 << 20
+# The most bytes of a sample's top k: they travel with its other columns in one message, of 256 MiB at most.
+_MAX_TOP_K_BYTES = 128 << 20
 
 
 class DistillConfig(Strict):

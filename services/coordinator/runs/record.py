@@ -191,8 +191,9 @@ def _write_parquet(table: pa.Table, path: Path) -> None:
     scalars = [field.name for field in table.schema if not _is_large(field.type)]
     try:
         with partial.open("wb") as file:
-            # The size of a page, which must be below 2 GiB, is looked at only after so many rows; one may have 32 MiB.
-            pq.write_table(table, file, compression="zstd", use_dictionary=scalars, write_batch_size=16)
+            # The size of a page, which must be below 2 GiB, is looked at only after so many rows, of which one
+            # may have 256 MiB (MAX_MESSAGE_BYTES).
+            pq.write_table(table, file, compression="zstd", use_dictionary=scalars, write_batch_size=4)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)

@@ -8,6 +8,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.batch import FRAME_BYTES, SAMPLE_SCHEMA, decode, encode
 from services.common.errors import InvalidInput
+from services.common.rpc.channel import MAX_MESSAGE_BYTES
 from tests.support import make_batch, raises
 
 BATCH = make_batch(4, 3, PolicyStamp(version=3, digest="0" * 32))
@@ -21,6 +22,14 @@ def test_batch_survives_the_wire(frame_bytes: int) -> None:
     frames = list(encode(BATCH, frame_bytes=frame_bytes))
     assert decode(frames, schema=SAMPLE_SCHEMA).equals(BATCH)
     assert len(frames) == (BATCH.num_rows if frame_bytes == 1 else len(frames))
+
+
+def test_a_long_sample_with_the_experts_of_many_layers_fits_a_message() -> None:
+    """Qwen3-235B-A22B has 94 layers of which each gives a token 8 experts."""
+    index = SAMPLE_SCHEMA.get_field_index("routed_experts")
+    experts = pa.array([bytes(94 * 8 * 262_144)], pa.large_binary())
+    (frame,) = encode(BATCH.slice(0, 1).set_column(index, SAMPLE_SCHEMA.field(index), experts))
+    assert len(frame) < MAX_MESSAGE_BYTES
 
 
 def test_optional_and_missing_values_survive() -> None:

@@ -10,7 +10,7 @@ from services.common.config.run import Config
 from tests.common.config.smallest import SMALLEST, refused, write
 
 TEACHER = ["teacher.model=t"]
-LONG = ["rollout.max_model_len=4000", "trainer.max_tokens_per_microbatch=4000"]
+LONG = ["rollout.max_model_len=16000", "trainer.max_tokens_per_microbatch=16000"]
 # Overrides that break one rule, what the error must name, and the nearest legal overrides.
 RULES = {
     "distillation needs a teacher": (
@@ -52,9 +52,9 @@ RULES = {
         ["trainer.loss.distill={coef: 1, top_k: 8, kl: forward}", *TEACHER],
     ),
     "the teacher's tokens of a sample fit a message": (
-        ["trainer.loss.distill={coef: 1, top_k: 4096}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
-        ["top_k 4096 makes 62.5 MiB of a sample of 2000 tokens", "at most 2096", "lower rollout.sampling.max_tokens"],
-        ["trainer.loss.distill={coef: 1, top_k: 2096}", "rollout.sampling.max_tokens=2000", *TEACHER, *LONG],
+        ["trainer.loss.distill={coef: 1, top_k: 4096}", "rollout.sampling.max_tokens=8000", *TEACHER, *LONG],
+        ["top_k 4096 makes 250.0 MiB of a sample of 8000 tokens", "at most 2096", "lower rollout.sampling.max_tokens"],
+        ["trainer.loss.distill={coef: 1, top_k: 2096}", "rollout.sampling.max_tokens=8000", *TEACHER, *LONG],
     ),
     "a teacher is another model": (
         ["advantage.kind=distill", "teacher={}"],
