@@ -126,12 +126,7 @@ def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Datas
 def _begin(run: Run, services: Services, data: Dataset | None, frontend: Frontend) -> LoopContext:
     """Begins the run after its newest finished step, after checking that the services hold the expected versions."""
     config, trainer, critic = run.config, services.trainer, services.auxiliary.get("critic")
-    if run.required_step is not None and trainer.opened.version != run.required_step:  # it has kept its own state
-        raise PreconditionFailed(
-            f"resume: {run.resume_from} is of step {run.required_step}, but the trainer has this run open after step "
-            f"{trainer.opened.version}; restart the trainer, or omit resume to continue from there",
-            field="resume",
-        )
+    run.require_held(trainer.opened.version)
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
     tools: Tools = services.environments.tools if services.environments else []

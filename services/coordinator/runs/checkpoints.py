@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -222,6 +223,14 @@ class Checkpoints:
         if json.loads(content)["state"]["last_batch_id"] == batch_id:
             digest = hashlib.sha256(content).hexdigest()
             self._ledger.record(Kind.SAVED, version, path=str(manifest.parent), manifest_digest=digest)
+
+    def leave_later(self, step: int) -> None:
+        """Renames checkpoints of steps after `step` and records them as deleted, because the run leaves that branch."""
+        saved = [*self._ledger.checkpoints(Kind.SAVED), *self._ledger.checkpoints(Kind.SAVED_CRITIC)]
+        for row in (row for row in saved if row["version"] > step):
+            self._ledger.record(Kind.DELETED, path=row["path"])
+            if (place := Path(self._ledger.place(row))).is_dir():
+                place.rename(place.with_name(f"left-{uuid.uuid4().hex[:8]}-{place.name}"))
 
     def best(self) -> Decision | None:
         """Returns the evaluation of the saved step with the best value of `keep_best`; None if there is none."""

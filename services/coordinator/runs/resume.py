@@ -180,7 +180,6 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
         resume, checkpoint = before["resume"], _newest_after(ledger, config, before)
     elif checkpoint:
         step = _require_checkpoint(checkpoint)
-        _abandon_later(ledger, step)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
@@ -254,15 +253,6 @@ def _require_checkpoint(path: str) -> int:
             field="resume",
         )
     return step_of(path)
-
-
-def _abandon_later(ledger: Ledger, step: int) -> None:
-    """Renames checkpoints of steps after `step` and records them as deleted, because the run abandons that branch."""
-    checkpoints = [*ledger.checkpoints(Kind.SAVED), *ledger.checkpoints(Kind.SAVED_CRITIC)]
-    for row in (row for row in checkpoints if row["version"] > step):
-        ledger.record(Kind.DELETED, path=row["path"])
-        if (place := Path(ledger.place(row))).is_dir():
-            place.rename(place.with_name(f"left-{uuid.uuid4().hex[:8]}-{place.name}"))
 
 
 def step_of(checkpoint: str) -> int:

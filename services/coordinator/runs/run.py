@@ -15,7 +15,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.placement import RestartConfig
 from services.common.config.run import Config
 from services.common.counted import counted
-from services.common.errors import DataLoss, LockstepError, described
+from services.common.errors import DataLoss, LockstepError, PreconditionFailed, described
 from services.common.files.storage import writing
 from services.common.forks import Forks
 from services.common.telemetry.context import within
@@ -83,8 +83,26 @@ class Run(Generic[ConfigT]):
         is_recorded = self.record.ledger.last_finished() != before or last_batch_id != self.batch_id(before)
         return trainer_version if is_recorded else before
 
+    def require_held(self, trainer_version: int) -> None:
+        """Raises PreconditionFailed if the trainer has kept a state of this run that the run does not go on from.
+
+        It may be ahead of the checkpoint that the run resumes from, unless the run goes back to that one.
+        """
+        step = self.first_version
+        if trainer_version < step or (trainer_version > step and self.required_step is not None):
+            go_on = "omit resume" if trainer_version > step else "set resume to the checkpoint of that step"
+            raise PreconditionFailed(
+                f"resume: {self.resume_from} is of step {step}, but the trainer has this run open after step "
+                f"{trainer_version}; restart the trainer, or {go_on} to continue from there",
+                field="resume",
+            )
+
     def begin(self, version: int, reporters: Sequence[Reporter]) -> None:
-        """Starts the loop after step `version`. Later steps in the record will be repeated."""
+        """Starts the loop after step `version`. Later steps in the record will be repeated.
+
+        Checkpoints of later steps are left only here: a session that did not come so far has no effect on the next.
+        """
+        self.checkpoints.leave_later(version)
         self.record.ledger.record(Kind.BEGUN, version)
         self._write_config()  # only now that all services have accepted it
         self.has_begun = True

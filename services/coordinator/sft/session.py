@@ -168,6 +168,7 @@ async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftDa
             sessions.running_services(run, ["trainer"]) as addresses,
             _open_trainer(run, addresses, console) as trainer,
         ):
+            run.require_held(trainer.opened.version)
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
             if data is None:
                 data = load_from_card(config, trainer.opened.model_card, _load)

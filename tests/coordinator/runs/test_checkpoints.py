@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.operation import CheckpointConfig
 from services.common.errors import InternalError, PreconditionFailed, Reason
+from services.coordinator.observe.reporters import JsonLines
 from services.coordinator.rl.step import Batch, update
-from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
@@ -269,3 +271,47 @@ async def test_a_run_that_was_moved_or_copied_has_its_own_checkpoints(tmp_path: 
     saved = {runs_dir: sorted(path.name for path in runs_dir.glob("run/checkpoints/*")) for runs_dir in (before, now)}
     assert saved[now] == ["step-000003", "step-000004"]
     assert saved[before] == (["step-000001", "step-000002"] if is_copied else [])
+
+
+@pytest.mark.parametrize(
+    ("resume", "refused", "held"), [("auto", [1], [2, 3]), ("checkpoints/step-000001", [0, 2], [1])], ids=["on", "back"]
+)
+async def test_what_a_trainer_has_kept_is_where_the_run_goes_on(
+    tmp_path: Path, resume: str, refused: list[int], held: list[int]
+) -> None:
+    config = make_config(name="run", runs_dir=tmp_path)
+    with closing(Run(config, open_run(config))) as run:
+        for version in (1, 2):
+            path = run.config.run_dir / "checkpoints" / f"step-{version:06d}"
+            path.mkdir(parents=True)
+            content = json.dumps({"state": {"version": version}}).encode()
+            (path / "manifest.json").write_bytes(content)
+            digest = hashlib.sha256(content).hexdigest()
+            run.record.ledger.record(Kind.SAVED, version, path=str(path), manifest_digest=digest)
+    named = resume if resume == "auto" else str(config.run_dir / resume)
+    config = config.model_copy(update={"resume": named})
+    with closing(Run(config, open_run(config))) as run:
+        for version in refused:
+            with raises(PreconditionFailed, field="resume"):
+                run.require_held(version)
+        for version in held:
+            run.require_held(version)
+
+
+def test_an_evaluation_of_a_branch_that_was_left_does_not_come_back(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        for step in (1, 2):
+            ledger.record(Kind.FINISHED, step, **{"reward/mean": 0.1})
+            ledger.record(Kind.EVALUATED, step, **{"eval/test/reward": 0.1})
+        ledger.record(Kind.BEGUN, 1)
+        assert [row["version"] for row in ledger.evaluations()] == [1]
+        ledger.record(Kind.FINISHED, 2, **{"reward/mean": 0.2})  # and evaluates less often from here on
+        assert [row["version"] for row in ledger.evaluations()] == [1]
+        JsonLines(path, 2, ledger).close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 1, "eval/test/reward": 0.1},
+        {"step": 2, "reward/mean": 0.2},
+    ]

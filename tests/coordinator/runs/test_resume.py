@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.coordinator.observe.reporters import JsonLines
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, check_resume, open_run
+from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import make_config
 from tests.support import raises
 
@@ -48,6 +48,13 @@ def begin(tmp_path: Path, resume: str = "auto", **sections: object) -> Start:
     start = open_run(make_config(runs_dir=tmp_path, resume=resume, **sections))
     start.ledger.close()
     return start
+
+
+def go_back(tmp_path: Path, checkpoint: Path) -> None:
+    """Opens the run at `checkpoint` and begins its loop."""
+    config = make_config(runs_dir=tmp_path, resume=str(checkpoint))
+    with closing(Run(config, open_run(config))) as run:
+        run.begin(run.first_version, ())
 
 
 def save(tmp_path: Path, version: int) -> Path:
@@ -146,10 +153,11 @@ def test_what_a_run_would_refuse_is_known_before(tmp_path: Path):
 
 def test_a_path_is_that_checkpoint_or_an_error(tmp_path: Path):
     begin(tmp_path)
-    older = save(tmp_path, 2)
-    save(tmp_path, 4)
+    older, newer = save(tmp_path, 2), save(tmp_path, 4)
     assert begin(tmp_path, str(older)).checkpoint == str(older)
-    # The checkpoint of the abandoned branch still exists, but the run does not resume from it.
+    assert begin(tmp_path).checkpoint == str(newer)  # the loop had not begun
+    go_back(tmp_path, older)
+    # The checkpoint of the branch that was left still exists, but the run does not resume from it.
     assert begin(tmp_path).checkpoint == str(older)
     (left,) = (tmp_path / "run" / "checkpoints").glob("left-*-step-000004")
     assert (left / "manifest.json").is_file()
@@ -335,6 +343,7 @@ def test_the_same_command_goes_on_after_it_went_back(tmp_path: Path):
     command = {"resume": str(older)}
     assert begin(tmp_path, **command).required_step == 3
     assert begin(tmp_path, **command).required_step == 3  # nothing had been done: it still goes back
+    go_back(tmp_path, older)
     publish(tmp_path)
     for _ in range(2):  # nothing was saved yet
         again = begin(tmp_path, **command)
@@ -373,23 +382,3 @@ def test_another_resume_in_between_lets_the_run_go_back_again(tmp_path: Path):
         assert begin(tmp_path, str(older)).required_step == 3
         publish(tmp_path)
         assert begin(tmp_path, "auto").required_step is None
-
-
-def test_an_evaluation_of_a_branch_that_was_left_does_not_come_back(tmp_path: Path):
-    begin(tmp_path)
-    path = tmp_path / "run" / "metrics.jsonl"
-    with closing(Ledger(tmp_path / "run" / "ledger.sqlite")) as ledger:
-        for step in (1, 2):
-            ledger.record(Kind.FINISHED, step, **{"reward/mean": 0.1})
-            ledger.record(Kind.EVALUATED, step, **{"eval/test/reward": 0.1})
-        ledger.record(Kind.BEGUN, 1)
-        assert [row["version"] for row in ledger.evaluations()] == [1]
-        ledger.record(Kind.FINISHED, 2, **{"reward/mean": 0.2})  # and evaluates less often from here on
-        assert [row["version"] for row in ledger.evaluations()] == [1]
-        JsonLines(path, 2, ledger).close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [
-        {"step": 1, "reward/mean": 0.1},
-        {"step": 1, "eval/test/reward": 0.1},
-        {"step": 2, "reward/mean": 0.2},
-    ]
