@@ -131,8 +131,11 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
     """
     if not _ID.fullmatch(repository):
         raise InvalidInput(f"repository {repository} is not OWNER/NAME", field="repository")
-    if not (directory / "config.json").is_file():
-        raise NotFound(f"{directory} has no config.json: give runs/NAME/model or an export", field="directory")
+    for pattern in ("config.json", "*.safetensors"):  # a run's directory has only the first, and is not to be uploaded
+        if not any(directory.glob(pattern)):
+            model = directory / "model"
+            instead = f"give {model}" if model.is_dir() else "give runs/NAME/model or an export"
+            raise NotFound(f"{directory} has no {pattern}: {instead}", field="directory")
     import huggingface_hub  # slow, and few commands need it
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -31,12 +31,18 @@ def test_a_model_is_pushed_and_what_is_in_the_way_is_one_line(tmp_path: Path) ->
         assert done.startswith(f"0 pushed {endpoint}/openai/gsm8k/commit/"), done
         refused = ask("other", *to)
         no_model = ask("may-write", str(tmp_path), "openai/gsm8k")
+        (tmp_path / "config.json").write_text("{}")
+        no_weights = ask("may-write", str(tmp_path), "openai/gsm8k")
+        (tmp_path / "model").mkdir()
+        of_a_run = ask("may-write", str(tmp_path), "openai/gsm8k")
     assert pushed == {path.name: path.read_bytes() for path in MODEL.iterdir()}
     with asking(PROGRAM, endpoint, tmp_path) as ask:
         unreachable = ask("may-write", *to)
     for said, words in [
         (refused, "INVALID_INPUT: you cannot write openai/gsm8k on the Hugging Face Hub ("),
         (unreachable, "UNREACHABLE: the Hugging Face Hub is unreachable ("),
-        (no_model, f"NOT_FOUND: {tmp_path} has no config.json"),
+        (no_model, f"NOT_FOUND: {tmp_path} has no config.json: give runs/NAME/model or an export"),
+        (no_weights, f"NOT_FOUND: {tmp_path} has no *.safetensors: give runs/NAME/model or an export"),
+        (of_a_run, f"NOT_FOUND: {tmp_path} has no *.safetensors: give {tmp_path}/model"),
     ]:
         assert said.startswith(f"2 lockstep: error: {words}") and said.count("\n") == 1, said
