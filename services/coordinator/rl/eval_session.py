@@ -115,9 +115,10 @@ def _run_of(checkpoint: Path) -> Path | None:
 
 def _is_checkpoint(path: Path) -> bool:
     """Returns True if `path` is a checkpoint, False if it is a model. Raises like `eval_config` if it is neither."""
-    if (path / CHECKPOINTS).is_dir():
-        saved = ", ".join(sorted(f"{CHECKPOINTS}/{checkpoint.name}" for checkpoint in (path / CHECKPOINTS).iterdir()))
-        message = f"{path} is a run's directory: give one of its checkpoints or its model; it has {saved}"
+    if (path / CHECKPOINTS).is_dir() or (path / LEDGER).is_file():
+        made = [*sorted((path / CHECKPOINTS).glob("*")), *path.glob("model")]
+        has = ", ".join(str(one.relative_to(path)) for one in made) or "neither: checkpoint.save_freq makes checkpoints"
+        message = f"{path} is a run's directory: give one of its checkpoints or its model; it has {has}"
         raise InvalidInput(message, field="checkpoint")
     if (path / "manifest.json").is_file():
         return True

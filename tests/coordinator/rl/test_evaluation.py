@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,8 @@ from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
-from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
+from services.common.errors import InvalidInput, LockstepError, Reason
 from services.common.files.transfer import seal
-from services.coordinator.rl.eval_session import eval_config, load_config, with_own_config
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
@@ -33,7 +32,6 @@ from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from tests.coordinator.fake_services import FakeReplica, FakeReward, collector, make_config, make_prompt, replicas
-from tests.support import raises
 
 STAMP = PolicyStamp(version=4, digest="d" * 32)
 EVAL = {"easy": "easy.parquet", "hard": "hard.parquet", "plain": "plain.parquet"}
@@ -317,84 +315,3 @@ def test_what_a_set_leaves_open_is_the_sections(run_yaml: str):
     assert evaluation.settings("aime") == expected
     assert evaluation.settings("gsm8k-test") == EvalSetConfig(max_tokens=70)
     assert load(Config, [run_yaml]).evaluation.settings("aime") == EvalSetConfig()
-
-
-class TestEvalConfig:
-    """Returns the config that `lockstep eval` derives from a run's config and a path."""
-
-    @pytest.fixture
-    def config(self, run_yaml: str) -> Config:
-        return load(Config, [run_yaml])
-
-    @pytest.fixture
-    def run_dir(self, tmp_path: Path) -> Iterator[Path]:
-        """Creates a run's directory with a checkpoint and an exported model."""
-        directory = tmp_path / "run"
-        (directory / "checkpoints" / "step-000002").mkdir(parents=True)
-        (directory / "model").mkdir()
-        (directory / "config.json").write_text("{}")
-        manifest = directory / "checkpoints" / "step-000002" / "manifest.json"
-        manifest.write_text(json.dumps({"state": {"version": 2}}))
-        (directory / "model" / "config.json").write_text("{}")
-        return directory
-
-    def test_a_checkpoint_is_loaded_into_the_runs_model(self, config: Config, run_dir: Path):
-        checkpoint = run_dir / "checkpoints" / "step-000002"
-        made = eval_config(config, checkpoint, None)
-        assert (made.model, made.resume) == ("m", str(checkpoint))
-        assert made.run_dir.parent == config.run_dir
-        assert made.run_dir.name.startswith("eval-step-000002-")
-        start = open_run(made)
-        start.ledger.close()
-        assert start.checkpoint == str(checkpoint)
-        assert not (run_dir / "ledger.sqlite").exists()
-
-    def test_results_of_a_checkpoint_are_with_its_run(self, config: Config, run_dir: Path):
-        checkpoint = run_dir / "checkpoints" / "step-000002"
-        other = config.model_copy(update={"name": "of-the-yaml"})
-        assert eval_config(other, checkpoint, None).run_dir.parent == other.run_dir  # not a run: no ledger
-        (run_dir / "ledger.sqlite").touch()
-        assert eval_config(other, checkpoint, None).run_dir.parent == run_dir
-        assert eval_config(other, run_dir / "model", None).run_dir.parent == other.run_dir
-        assert eval_config(other, checkpoint, run_dir / "mine").run_dir == run_dir / "mine"
-
-    def test_a_model_is_taken_in_place_of_the_runs(self, config: Config, run_dir: Path, tmp_path: Path):
-        made = eval_config(config.model_copy(update={"resume": "must"}), run_dir / "model", tmp_path / "out")
-        assert (made.model, made.resume, made.run_dir) == (str(run_dir / "model"), "never", tmp_path / "out")
-        start = open_run(made)
-        start.ledger.close()
-        assert start.checkpoint == ""
-
-    def test_refusals(self, config: Config, run_dir: Path, tmp_path: Path):
-        with raises(InvalidInput, field="checkpoint"):
-            eval_config(config, run_dir, None)
-        with raises(NotFound, field="checkpoint"):
-            eval_config(config, run_dir / "checkpoints", None)
-        with raises(NotFound, field="checkpoint"):
-            eval_config(config, tmp_path / "nowhere", None)
-        with raises(InvalidInput, field="out"):
-            eval_config(config, run_dir / "model", run_dir)
-        nothing = config.model_copy(update={"data": config.data.model_copy(update={"eval": {}})})
-        with raises(InvalidInput, field="data.eval"):
-            eval_config(nothing, run_dir / "model", None)
-
-
-def test_the_config_is_the_runs_own_unless_a_file_is_given(tmp_path: Path) -> None:
-    run_dir, own = tmp_path / "run", str(tmp_path / "run" / "config.json")
-    checkpoint, model = run_dir / "checkpoints" / "step-000001", run_dir / "model"
-    for directory, name in ((checkpoint, "manifest.json"), (model, "config.json"), (tmp_path, "config.json")):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text("{}")
-    with raises(NotFound, field="config"):
-        with_own_config(checkpoint, [])
-    for name in ("config.json", "ledger.sqlite"):
-        (run_dir / name).touch()
-    assert with_own_config(checkpoint, ["seed=1"]) == [own, "seed=1"]
-    assert with_own_config(model, []) == [own]
-    assert with_own_config(checkpoint, ["run.yaml", "seed=1"]) == ["run.yaml", "seed=1"]
-    with raises(NotFound, field="checkpoint"):
-        with_own_config(tmp_path / "nowhere", [])
-    own_of_sft = {"model": "m", "num_steps": 1, "data": {"train": "x", "samples_per_step": 4}}
-    (run_dir / "config.json").write_text(json.dumps(own_of_sft))
-    with raises(InvalidInput, field="config"):  # the run was a supervised one
-        load_config(checkpoint, [], model_is_remote=False)
