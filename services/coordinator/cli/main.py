@@ -145,6 +145,8 @@ def export(
     """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
     from services.coordinator.cli.export import export, export_config
 
+    if out.exists():
+        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
     settings = export_config(checkpoint, config or [], dtype)
     asyncio.run(export(checkpoint, settings, out))
     _console.print(f"wrote {out}", soft_wrap=True)

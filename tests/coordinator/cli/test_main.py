@@ -83,6 +83,12 @@ def test_a_runs_own_config_is_relative_to_where_it_was_started(
     assert isinstance(error, NotFound) and words in str(error) and f"add {key}=PATH" in str(error)
 
 
+def test_an_export_to_what_exists_is_refused_before_a_checkpoint_is_looked_at(tmp_path: Path) -> None:
+    asked = CliRunner().invoke(app, ["export", str(tmp_path / "nowhere"), "--out", str(tmp_path)])
+    assert isinstance(asked.exception, InvalidInput)
+    assert f"--out: {tmp_path} exists; choose another" in str(asked.exception)
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
