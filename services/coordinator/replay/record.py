@@ -113,7 +113,7 @@ class Record:
         """
         if saved := self._newest(Kind.SAVED, version):
             return saved
-        first, began = self._opened[0]["checkpoint"], self._ledger.all(Kind.PUBLISHED)[0]["version"]
+        first, began = self._ledger.first_opening()["checkpoint"], self._ledger.all(Kind.PUBLISHED)[0]["version"]
         if began > version or (first and not (Path(first) / "manifest.json").is_file()):
             raise NotFound(
                 f"no checkpoint at or before step {version} is left: the run started at step {began}"
@@ -129,8 +129,8 @@ class Record:
         """
         if saved := self._newest(Kind.SAVED_CRITIC, version):
             return saved
-        is_fresh = not self._opened[0]["checkpoint"] and self.config.critic and not self.config.critic.warmup_steps
-        return (0, "") if is_fresh and self.start(version)[0] == 0 else None
+        is_fresh = self.config.critic and not self.config.critic.warmup_steps
+        return (0, "") if is_fresh and self.start(version) == (0, "") else None
 
     def critic_checkpoint(self, step: int) -> Path | None:
         """Returns the critic's checkpoint of `step`, if it still exists."""

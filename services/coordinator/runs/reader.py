@@ -75,6 +75,12 @@ class LedgerReader(Ledger):
         opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
         return self._decisions(Kind.OPENED, opened, Kind.FINISHED.value, step)[0]
 
+    def first_opening(self) -> Decision:
+        """Returns the opening of the session that published the run's first weights; there must be one."""
+        sql = "SELECT MIN(seq) FROM decisions WHERE kind = ?"
+        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
+        return self._decisions(Kind.OPENED, opened, Kind.PUBLISHED.value)[0]
+
     def times(self) -> list[tuple[float, str]]:
         """Returns (seconds since 1970, kind) of each decision, oldest first. A kind may be one of a newer release."""
         rows = self._db.execute("SELECT seq, time, kind FROM decisions ORDER BY seq")
