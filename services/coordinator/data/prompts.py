@@ -24,6 +24,8 @@ from services.coordinator.data.reading.rows import AnswerlessFile, PromptFile, P
 from services.coordinator.text.chat_template import Message
 from services.coordinator.text.tokenizer import Tokenizer
 
+MODEL_CARD = "model_card"
+"""Name of the directory in a run's with the card that the trainer sent, if only the trainer's host has the model."""
 _MOST_VALUES = 50  # of data.metrics_column; each is a metric of every step, and a curve of the report
 
 
@@ -199,7 +201,7 @@ def load_if_local(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote
 
 def load_from_card(config: ConfigT, card: ModelCard, load: Load[ConfigT, Data]) -> Data:
     """Returns the run's data, read with the model card that the trainer sent."""
-    directory = config.run_dir / "model_card"
+    directory = config.run_dir / MODEL_CARD
     directory.mkdir(exist_ok=True)
     write_model_card(card, directory)
     return _load(config, directory, load)

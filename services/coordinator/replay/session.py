@@ -25,7 +25,7 @@ from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.trainer import Model, Trainer
-from services.coordinator.data.prompts import PromptDataset
+from services.coordinator.data.prompts import MODEL_CARD, PromptDataset
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run
 from services.coordinator.fleet.running import recorded_run, running_services
@@ -35,7 +35,7 @@ from services.coordinator.rl.metrics import batch_metrics
 from services.coordinator.rl.publishing import weight_group
 from services.coordinator.rl.sampling.episodes import make_dialog
 from services.coordinator.runs.database import reading
-from services.coordinator.runs.resume import CRITIC_CHECKPOINTS, open_run
+from services.coordinator.runs.resume import CRITIC_CHECKPOINTS, open_run, require_own_paths
 from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -164,7 +164,8 @@ async def replay_session(
     """Repeats `step` of a run. The run's own files are not changed.
 
     Raises:
-        NotFound: There is no run or no such step, or samples or checkpoints that it needs were not kept.
+        NotFound: There is no run or no such step, samples or checkpoints that it needs were not kept, or the run's
+            model or data are relative to another directory.
         PreconditionFailed: The run's config or data were changed.
         DataLoss: A checkpoint is not the one that was saved.
         LockstepError: The first failure of a service.
@@ -176,6 +177,7 @@ async def replay_session(
         _, checkpoint = record.start(step - 1) if What.TRAIN in what else (0, "")
         recorded = record.config_of(step)
         has_critic = What.TRAIN in what and recorded.critic and record.critic_start(step - 1)
+        _require_own_paths(record.run_dir, recorded, what, external)
         session = _Session(record, step, what, console)
         config = _config(recorded, record.run_dir, step, checkpoint)
         start = open_run(config)  # without the critic, whose checkpoint may be of another step than the policy's
@@ -187,6 +189,17 @@ async def replay_session(
             running_services(run, external, services=services, sharing=recorded) as addresses,
         ):
             return await session.run(run, addresses)
+
+
+def _require_own_paths(run_dir: Path, recorded: Config, what: Collection[What], external: Addresses) -> None:
+    """Raises NotFound if the parts `what` need a path that is relative to the directory where the run was started."""
+    reads_text = any(part is not What.TRAIN for part in what) and not (run_dir / MODEL_CARD).is_dir()
+    needs_model = reads_text or (What.TRAIN in what and not external.trainer)
+    needs_data = What.REWARDS in what or What.ENVIRONMENT in what
+    paths = [("model", Path(recorded.model))] if needs_model else []
+    paths += [("data.train", path) for path in recorded.data.train if needs_data]
+    for key, path in paths:
+        require_own_paths(str(run_dir / "config.json"), {key: path}, None)
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:
@@ -291,8 +304,8 @@ class _Session:
 
     def _tokenizer(self, config: Config) -> Tokenizer:
         # If the model is on another host, the trainer has sent the card with its tokenizer.
-        model = Path(config.model)
-        folder = model if model.is_dir() else self.record.run_dir / "model_card"
+        model, card = Path(config.model), self.record.run_dir / MODEL_CARD
+        folder = card if card.is_dir() and not model.is_dir() else model
         return Tokenizer.load(folder, chat_template=config.data.chat_template, date=config.data.template_date)
 
     async def _training(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:

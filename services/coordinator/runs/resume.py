@@ -143,22 +143,25 @@ def _named_checkpoint(config: AnyConfig) -> str:
     return ""
 
 
-def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[str]) -> None:
+def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[str] | None) -> None:
     """Raises NotFound if a path that a run's config has is relative, and there is nothing from this directory.
 
     Args:
         own: The run's config.json.
         paths: Paths by config key.
-        overrides: What comes after the run's config. A path that it sets is not the run's; a file may set any.
+        overrides: What comes after the run's config; None if nothing can. A path that it sets is not the run's; a file
+            may set any.
     """
-    is_kept = all(map(is_override, overrides))
+    given = overrides or ()
+    is_kept = all(map(is_override, given))
     for key, path in paths.items():
-        is_own = is_kept and not any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in overrides)
+        is_own = is_kept and not any(f"{key}.".startswith(f"{one.partition('=')[0]}.") for one in given)
         is_plain = not (path.is_absolute() or set(str(path)) & set("*?[:"))  # and no pattern or URL
         if is_own and is_plain and not path.exists():
+            or_add = "" if overrides is None else f", or add {key}=PATH"
             raise NotFound(
                 f"{key}: {path} does not exist here: {own} has it relative to the directory in which the run was "
-                f"started; run this command there, or add {key}=PATH",
+                f"started; run this command there{or_add}",
                 field=key,
             )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from services.common.errors import InvalidInput, LockstepError, NotFound
+from services.coordinator.data.prompts import MODEL_CARD
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, samples, summary
 from services.coordinator.observe.report.curves import Row, number, steps_of, thin
@@ -210,7 +211,7 @@ def _hash(text: str) -> str:
 
 def _decoder(run_dir: Path, known: Sequence[tuple[str, str]]) -> tuple[samples.Decode, list[str]]:
     """Returns a function from tokens to text; if this host has no tokenizer, one to token ids and a note about it."""
-    places = [run_dir / "model", run_dir / "model_card", Path(dict(known)["model"])]
+    places = [run_dir / "model", run_dir / MODEL_CARD, Path(dict(known)["model"])]
     errors = []
     for place in places:
         try:
