@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from services.common.counted import counted
 from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.data.prompts import MODEL_CARD
 from services.coordinator.observe import report
@@ -166,8 +167,12 @@ def gather(run_dir: Path) -> dict[str, object]:
         rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
         with reading(f"{run_dir}: the config or a number in the ledger"):
             data = summary.head(run_dir, ledger, rows)
+        found = samples.sources(run_dir)
+        sources = samples.of_run(found, ledger)
     decode, note = _decoder(run_dir, data["facts"])
-    sources = samples.sources(run_dir)
+    if num_left := len(found) - len(sources):
+        files_left = counted(num_left, "file")
+        notes.append(f"Not shown: {files_left} of samples of later steps, which the run has left by going back.")
     if damaged := samples.unreadable(sources):
         notes.append(f"Not shown, because they are damaged: {', '.join(damaged)}.")
         sources = [source for source in sources if source.path.name not in damaged]

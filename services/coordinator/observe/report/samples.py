@@ -19,6 +19,8 @@ from services.common.batches.blocks import begins_of_samples
 from services.coordinator.data.groups import Conversation
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reader import LedgerReader
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -66,6 +68,39 @@ def sources(run_dir: Path) -> list[Source]:
             held_out = name["set"] or ""
             found.append(Source(path, int(name["version"]) + (not held_out), held_out))
     return sorted(found, key=lambda source: (source.step, source.held_out))
+
+
+def of_run(found: Sequence[Source], ledger: LedgerReader) -> list[Source]:
+    """Returns those of `found` that belong to what the run has trained, or that it trains on next.
+
+    The others are of steps after a checkpoint to which the run went back, unless it has come to them again.
+    """
+    finished, opened = ledger.last_finished(), ledger.last(Kind.OPENED)
+    if finished is None or opened is None:
+        return [*found]
+    num_steps = json.loads(opened["config"])["num_steps"]
+
+    def is_of_run(source: Source) -> bool:
+        if source.step <= finished:
+            return not source.held_out or _is_current(source.step, ledger)
+        return not source.held_out and source.step <= num_steps and _is_next(source.step - 1, finished, ledger)
+
+    return [source for source in found if is_of_run(source)]
+
+
+def _is_current(version: int, ledger: LedgerReader) -> bool:
+    """Returns whether `version` was evaluated, or is being evaluated, since its step was last finished."""
+    return any(ledger.is_newer(kind, Kind.FINISHED, version) for kind in (Kind.EVAL_SAMPLES, Kind.EVALUATED))
+
+
+def _is_next(version: int, finished: int, ledger: LedgerReader) -> bool:
+    """Returns whether the run will train on the batch for `version`: it is of weights that the run has published."""
+    collected = ledger.last(Kind.COLLECTED, version)
+    if collected is None:  # its file was just written
+        return True
+    drawn = collected.get("drawn", version)
+    published = ledger.last(Kind.PUBLISHED, drawn)
+    return drawn <= finished and published is not None and published["digest"] == collected["digest"]
 
 
 def embed(
