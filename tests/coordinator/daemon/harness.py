@@ -62,7 +62,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         await self.may_open.wait()
         self.version = 0
         if request.checkpoint_path:
-            self.version = json.loads((Path(request.checkpoint_path) / "manifest.json").read_text())["version"]
+            self.version = json.loads((Path(request.checkpoint_path) / "manifest.json").read_text())["state"]["version"]
         card = read_model_card(request.model_path)
         return trainer_pb2.OpenRunResponse(version=self.version, model_card=card, weight_backend="gloo")
 
@@ -91,7 +91,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(self, request: trainer_pb2.SaveCheckpointRequest, context: Any) -> Any:
         manifest = Path(request.path) / "manifest.json"
         manifest.parent.mkdir(parents=True)
-        manifest.write_text(json.dumps({"version": request.version}))
+        manifest.write_text(json.dumps({"state": {"version": request.version}}))
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         return trainer_pb2.SaveCheckpointResponse(manifest_digest=digest)
 
