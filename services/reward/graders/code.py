@@ -12,8 +12,10 @@ A row's tests have one of these forms, as a JSON object or as the text of one:
     ["assert add(2, 3) == 5", ...]   or   {"asserts": [...], "setup": "import math"}
         Tests with assert statements, each of which is one test, as in MBPP. `setup` runs before the program.
     {"script": "def check(f): ...\ncheck(add)", "setup": "..."}
-        Tests with any code that raises if the program is wrong, as in HumanEval. The code is one test; its TestCase
-        classes are run too.
+        Tests with any code that raises if the program is wrong, as in HumanEval. The code is one test. It runs as
+        `python tests.py` would. TestCase classes are run too, and what pytest would call if the script does not name
+        it: functions `test...` and methods `test...` of classes `Test...`. A script whose checks nothing calls, such
+        as HumanEval's column `test` by itself, is refused: append `check(NAME)`.
 
 Inputs, calls and asserts of the form `assert FUNCTION(LITERALS) == LITERAL` run in the sandbox without the expected
 value, and their results are compared here. Whatever a program prints, returns as exit status, patches or overloads, it
@@ -47,15 +49,12 @@ Use inputs and outputs wherever a dataset has them.
 """
 
 import ast
-import builtins
 import functools
 import io
 import json
 import math
 import re
-import sys
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -63,6 +62,7 @@ from itertools import chain
 from typing import Any
 
 from services.reward.errors import FailureReason, ScoringError
+from services.reward.graders.scripts import calls_anything, check_imports, used_names, with_calls
 from services.reward.graders.texts import after_reasoning, blocks
 from services.reward.sandboxed.checker import PASSED
 from services.reward.sandboxed.harness import encode
@@ -100,19 +100,6 @@ def with_short_literals(code: str) -> str:
     return "".join(lines)
 
 
-def check_imports(*sources: str) -> None:
-    """Raises ImportError if a test imports more than the standard library, except within a `try`."""
-    for source in sources:
-        tree = ast.parse(source)
-        guarded = {id(child) for node in ast.walk(tree) if isinstance(node, ast.Try) for child in ast.walk(node)}
-        for node in (node for node in ast.walk(tree) if id(node) not in guarded):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or "."] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                if name.partition(".")[0] not in sys.stdlib_module_names:
-                    raise ImportError(f"the test imports {name}, but the sandbox has only the standard library")
-
-
 def split_assert(code: str) -> tuple[str, object] | None:
     """Splits `assert NAME(LITERALS) == LITERAL` into the call and the literal as harness.encode writes it.
 
@@ -133,24 +120,6 @@ def split_assert(code: str) -> tuple[str, object] | None:
             except (TypeError, ValueError):
                 return None
     return None
-
-
-def used_names(code: str) -> tuple[list[str], list[str]]:
-    """Returns the names of a script that could be the program's, and those of them that must be modules.
-
-    A built-in name is never the program's. A name of a module of the standard library is that module if the script only
-    takes attributes of it (`math.isclose`); otherwise it may be a function of the program.
-
-    Raises:
-        SyntaxError, TypeError, ValueError: `code` is not Python code.
-    """
-    nodes = list(ast.walk(ast.parse(code)))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)} - vars(builtins).keys()
-    uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-    owners = [node.value for node in nodes if isinstance(node, ast.Attribute)]
-    uses_as_owner = Counter(node.id for node in owners if isinstance(node, ast.Name))
-    modules = [name for name in names & sys.stdlib_module_names if uses[name] == uses_as_owner[name]]
-    return sorted(names), sorted(modules)
 
 
 _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
@@ -209,21 +178,26 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
             tests = {"asserts": tests}
         tests = {key: value for key, value in tests.items() if value is not None}  # a table has all keys in all rows
         setup = tests.get("setup", "")
+        if not isinstance(setup, str):
+            raise TypeError(f"setup must be text: {setup!r:.100}")
         for form, read in _FORMS.items():
             if tests.keys() - {"setup"} == set(form):
-                parsed = tuple(read(**{key: tests[key] for key in form}, tolerance=float_tolerance))
+                parsed = tuple(read(**{key: tests[key] for key in form}, setup=setup, tolerance=float_tolerance))
                 break
         else:
             raise ValueError(f"keys {sorted(tests)} match no known form of tests")
-        if not parsed or not isinstance(setup, str):
-            raise ValueError("there must be at least one test, and setup must be text")
-        check_imports(setup, *(str(test.request.get("code", "")) for test in parsed))
+        if not parsed:
+            raise ValueError("there must be at least one test")
+        codes = [str(test.request["code"]) for test in parsed if "code" in test.request]
+        check_imports(setup, *codes)
+        if len(codes) == len(parsed) and not any(map(calls_anything, codes)):
+            raise ValueError("the code has no check, so every program would pass: write an assert statement")
     except (ValueError, TypeError, AttributeError, ImportError, SyntaxError, RecursionError) as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"tests: {type(error).__name__}: {error}"[:500]) from error
     return Tests(setup, parsed)
 
 
-def _read_pairs(inputs: list, outputs: list, tolerance: float) -> list[Test]:
+def _read_pairs(inputs: list, outputs: list, setup: str, tolerance: float) -> list[Test]:
     for text in (*inputs, *outputs):
         if not isinstance(text, str):
             raise TypeError(f"inputs and outputs must be text, or name a function by fn_name: {text!r:.100}")
@@ -238,7 +212,7 @@ def _read_pairs(inputs: list, outputs: list, tolerance: float) -> list[Test]:
     ]
 
 
-def _read_calls(inputs: list, outputs: list, fn_name: str, tolerance: float) -> list[Test]:
+def _read_calls(inputs: list, outputs: list, fn_name: str, setup: str, tolerance: float) -> list[Test]:
     if not fn_name.isidentifier():
         raise ValueError(f"fn_name {fn_name!r} is not a name")
     tests = []
@@ -254,11 +228,11 @@ def _read_calls(inputs: list, outputs: list, fn_name: str, tolerance: float) -> 
     return tests
 
 
-def _read_assert(code: str) -> Test:
+def _read_assert(code: str, setup: str) -> Test:
     code = with_short_literals(code)
     parts = split_assert(code)
     if parts is None:
-        return _script(code)
+        return _script(code, setup)
     expression, expected = parts
     return _json_test({"kind": "value", "expression": expression}, expected, 0.0)
 
@@ -275,8 +249,8 @@ def _refuse(value: object) -> dict:
     raise TypeError(f"an argument must be JSON, not a {type(value).__name__}")
 
 
-def _script(code: str) -> Test:
-    code = with_short_literals(code)
+def _script(code: str, setup: str) -> Test:
+    code = with_calls(with_short_literals(code), setup)
     names, modules = used_names(code)
     return Test({"kind": "script", "code": code, "names": names, "modules": modules}, PASSED.__eq__)
 
@@ -284,8 +258,8 @@ def _script(code: str) -> Test:
 _FORMS: dict[tuple[str, ...], Callable[..., list[Test]]] = {
     ("inputs", "outputs"): _read_pairs,
     ("inputs", "outputs", "fn_name"): _read_calls,
-    ("asserts",): lambda asserts, tolerance: [_read_assert(code) for code in asserts],
-    ("script",): lambda script, tolerance: [_script(script)],
+    ("asserts",): lambda asserts, setup, tolerance: [_read_assert(code, setup) for code in asserts],
+    ("script",): lambda script, setup, tolerance: [_script(script, setup)],
 }
 
 

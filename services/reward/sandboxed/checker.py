@@ -35,8 +35,9 @@ if "unittest" in sys.modules:
 
 def check(test: dict, setup: str, load: Callable[..., None], peer: Peer, answer: Callable[[str], NoReturn]) -> None:
     """Runs the test's code and answers that it passed. Any exception, and a program that ends, fail the test."""
-    module = ModuleType("tests")
-    sys.modules["tests"] = sys.modules["__main__"] = module
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    if "unittest" in setup + test["code"]:
+        _keep_main_from_exiting()
     load(module, setup)
     remote = Remote(peer, test["code"], vars(module))
     names = [name for name in test["names"] if name not in vars(module)]
@@ -45,6 +46,18 @@ def check(test: dict, setup: str, load: Callable[..., None], peer: Peer, answer:
     vars(module).update(remote.names([name for name in names if name not in modules]) | modules)
     load(module, test["code"], _RUN_TEST_CASES)
     answer(PASSED)
+
+
+def _keep_main_from_exiting() -> None:
+    """Lets `unittest.main()` leave the test cases to the end of the script, where they are run anyway."""
+    import unittest
+
+    original = unittest.main
+
+    def main(*args: Any, exit: bool = True, **kwargs: Any) -> object:
+        return None if exit else original(*args, exit=False, **kwargs)
+
+    unittest.main = main  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Remote:
@@ -248,13 +261,13 @@ def _get_public(mine: object, name: str) -> object:
     Private names, and attributes of functions, frames and generators, lead to all that the test knows.
     """
     owner = mine if isinstance(mine, type) else type(mine)
-    if name.startswith("_") or not (owner.__module__ == "tests" or issubclass(owner, io.IOBase)):
+    if name.startswith("_") or not (owner.__module__ == "__main__" or issubclass(owner, io.IOBase)):
         raise AttributeError(f"{type(mine).__name__} object has no attribute {name!r} that the program may use")
     return getattr(mine, name)
 
 
 def _set_public(mine: object, name: str, value: object) -> None:
-    if name.startswith("_") or type(mine).__module__ != "tests":
+    if name.startswith("_") or type(mine).__module__ != "__main__":
         raise AttributeError(f"{type(mine).__name__} object has no attribute {name!r} that the program may set")
     setattr(mine, name, value)
 

@@ -20,8 +20,8 @@ import pytest
 import pytest_asyncio
 
 from services.common.errors import InvalidInput
-from services.reward.errors import FailureReason
-from services.reward.graders.code import find_program
+from services.reward.errors import FailureReason, ScoringError
+from services.reward.graders.code import find_program, read_tests
 from services.reward.run import ScoringRun
 from tests.reward.forged_verdicts import CHANGE, FORGE
 from tests.reward.honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
@@ -258,6 +258,23 @@ async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, 
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.INVALID_ANSWER] * 2
 
 
+@pytest.mark.parametrize(
+    ("tests", "fix"),
+    [({"script": "def check(candidate):\n    assert candidate(2, 3) == 5"}, r"append a call such as check\("),
+     ({"script": "def run():\n    check()\ndef check():\n    assert add(2, 3) == 5"}, "nothing calls run or check"),
+     ({"script": "def test_add(capsys):\n    assert add(2, 3) == 5"}, r"append test_add\(...\) with its capsys"),
+     ({"script": "async def test_add():\n    assert add(2, 3) == 5"}, "nothing runs test_add.*call it"),
+     ({"script": "class TestAdd:\n    def setup_method(self): pass\n    def test(self): assert f() == 5"},
+      "nothing runs setup_method.*call it"),
+     ({"script": "# to do"}, "write an assert statement"), ({"script": ""}, "write an assert statement"),
+     (["assert add(1, 1) == 2", "add(2, 3) == 5"], r"nothing checks `add\(2, 3\) == 5`: write assert before it")],
+)  # fmt: skip
+def test_a_script_whose_checks_do_not_run_is_refused_with_the_fix(tests, fix):
+    with pytest.raises(ScoringError, match=fix) as refusal:
+        read_tests(tests, float_tolerance=0.0)
+    assert refusal.value.reason is FailureReason.INVALID_ANSWER
+
+
 @sandboxed
 async def test_all_or_nothing_a_fence_and_tests_in_the_answer(open_run, make_item):
     settings = {"kind": "code", "tests_key": None, "require_fence": True, "timeout_s": PATIENCE_S}
@@ -349,7 +366,7 @@ async def test_canceling_and_closing_leave_no_process(open_run, make_item):
 
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
-    assert run.scorer == f"code 4/python-{platform.python_version()} x 1"
+    assert run.scorer == f"code 5/python-{platform.python_version()} x 1"
 
 
 async def test_programs_run_where_new_files_are_private(open_run, score) -> None:
