@@ -71,6 +71,8 @@ HONEST = [
     ("n = 0\ndef f():\n    global n\n    n += 1\n    return n", {"script": "def test():\n    assert f() == 1\ntest()"}, 1.0),
     (ADD, ["import math", "assert math.isclose(add(2, 3), 5)"], 1.0),
     (ADD, {"setup": "def check(f):\n    assert f(2, 3) == 5", "script": "check(add)"}, 1.0),
+    ("class Solution: pass\ndef add(a, b): return a + b", CALL, 1.0),
+    ("def add(a, b): return 0\nclass Solution:\n    def add(self, a, b): return a + b", CALL, 1.0),
     ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int", {"script": "assert P(1).x == 1"}, 1.0),
     ("class C:\n    def __enter__(s): return s\n    def __exit__(s, *_): s.left = True\n    def fail(s): raise ValueError(5)\ndef ctx(): return C()", {"script": "try:\n    with ctx() as c: c.fail()\nexcept ValueError as e: assert e.args == (5,) and c.left\nelse: assert False"}, 1.0),
     ("class ignore:\n    def __init__(s, *k): s.k = k\n    def __enter__(s): pass\n    def __exit__(s, kind, error, trace): s.error = error; return issubclass(kind, s.k)", {"script": "with ignore(ValueError) as _: raise ValueError(1)\nc = ignore(KeyError, ZeroDivisionError)\nwith c: 1 / 0\nassert c.error.args\ntry:\n    with ignore(KeyError): raise ValueError(7)\nexcept ValueError as e: assert e.args == (7,)\nelse: assert False\nwith ignore(AssertionError): raise AssertionError"}, 1.0),

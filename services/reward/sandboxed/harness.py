@@ -222,10 +222,10 @@ def _stdin(job: dict, test: dict, write_end: int) -> None:
 
 
 def _call(job: dict, test: dict, write_end: int) -> None:
-    module = _import_program(job)
-    owner = module.Solution() if hasattr(module, "Solution") else module
+    module, name = _import_program(job), test["function"]
+    is_method = hasattr(module, "Solution") and (hasattr(module.Solution, name) or not hasattr(module, name))
     args: Any = unpack(test["args"], dict)
-    result = getattr(owner, test["function"])(*args)
+    result = getattr(module.Solution() if is_method else module, name)(*args)
     _answer(write_end, json.dumps(result))
 
 
