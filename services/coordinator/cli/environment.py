@@ -41,10 +41,10 @@ def typed_lines(console: Console) -> Iterator[str]:
 def read_lines(path: Path) -> Iterator[str]:
     """Yields the lines of a file. A line may be JSON text, for line breaks."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON text may have other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--replies: {path} cannot be read: {error}", field="replies") from error
-    for line in lines:
+    for line in lines if lines[-1] else lines[:-1]:
         try:
             text = json.loads(line)
         except ValueError:

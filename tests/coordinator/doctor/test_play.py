@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import groups
+from services.coordinator.cli.environment import read_lines
 from services.coordinator.cli.main import app
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Verdict
@@ -52,6 +53,14 @@ def test_a_dry_run_plays_a_row(
     finding = check_environment(section, calls=[begin, {"step": texts[0]}, begin, {"step": texts[1]}])
     assert (finding.verdict, words in finding.result) == (verdict, True), finding.result
     assert verdict is OK or finding.fix
+
+
+def test_replies_are_the_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "replies"
+    path.write_bytes('\ufeff"a\\nb"\r\none\u2028two\r\n"x\x0cy\x85"\n\n5\n'.encode())
+    assert list(read_lines(path)) == ["a\nb", "one\u2028two", '"x\x0cy\x85"', "", "5"]
+    path.write_bytes(b"")
+    assert list(read_lines(path)) == []
 
 
 def write_config(tmp_path: Path, environment: dict[str, Any]) -> Path:
