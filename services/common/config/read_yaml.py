@@ -24,7 +24,16 @@ class KeySetTwiceError(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what PyYAML accepts: a table that sets a key twice, and merges (`<<`) that multiply its keys."""
+    """Refuses what PyYAML accepts: a table that sets a key twice, merges (`<<`) that multiply its keys, and half of a
+    character. It joins the two halves in which JSON writes an emoji."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text = super().construct_scalar(node)
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError as error:
+            problem = f"{text!a} has half of a character: write the character itself"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         lines: dict[str, int] = {}

@@ -147,7 +147,8 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         ranks=ranks,
         budget=max(sizes.tokens_per_microbatch, 2 * length),
     )
-    return re.sub(r"^(\s*[^\s#].*?) +# ", lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
+    before = r'^(\s*[^\s#](?:"(?:[^"\\]|\\.)*"|[^"\n])*?) +# '  # a `#` within quotes begins no comment
+    return re.sub(before, lambda line: f"{line[1] + ' ':<32} # ", text, flags=re.MULTILINE)
 
 
 def _name_of(file: Path) -> str:

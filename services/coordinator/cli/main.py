@@ -249,7 +249,7 @@ def init(
     if out.exists():
         raise InvalidInput(f"--out: {out} exists; choose another", field="out")
     num_gpus = len(visible_gpus()) if gpus is None else gpus
-    out.write_text(starting_config(model, data, out, num_gpus=num_gpus))
+    out.write_text(starting_config(model, data, out, num_gpus=num_gpus), encoding="utf-8")
     _console.print(f"wrote {out}; next: lockstep doctor {out}", soft_wrap=True)
 
 

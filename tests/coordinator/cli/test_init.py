@@ -15,6 +15,7 @@ from services.coordinator.cli.init import starting_config
 from services.coordinator.cli.main import app
 from tests.support import ROOT
 
+NAME = r"""it's: #1 # "two" \ é😀.jsonl"""
 MODEL = ROOT / "deploy" / "quickstart" / "model"
 
 
@@ -25,7 +26,7 @@ def write(path: Path, **row: Any) -> Path:
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 3, 8])
 def test_plan_accepts_it(tmp_path: Path, num_gpus: int) -> None:
-    data, out = write(tmp_path / "it's: data.jsonl", question="1+1=", answer="2", level=1), tmp_path / "my-run.yaml"
+    data, out = write(tmp_path / NAME, question="1+1=", answer="2", level=1), tmp_path / "my-run.yaml"
     done = CliRunner().invoke(
         app, ["init", "--model", str(MODEL), "--data", str(data), "--out", str(out), "--gpus", str(num_gpus)]
     )

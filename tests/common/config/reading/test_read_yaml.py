@@ -51,7 +51,18 @@ def test_a_key_that_is_set_twice_is_refused():
 
 @pytest.mark.parametrize(
     "text",
-    ["Put it after #### and stop", "Answer: yes or no", "*.jsonl", "- a", "@a", "one\n two", "5 # five", "<<", "---"],
+    [
+        "Put it after #### and stop",
+        "Answer: yes or no",
+        "*.jsonl",
+        "- a",
+        "@a",
+        "one\n two",
+        "5 # five",
+        "<<",
+        "---",
+        "é😀",
+    ],
 )
 def test_a_text_on_the_command_line_is_kept_as_it_is(file: str, text: str) -> None:
     for value in (text, f" {text}\n", json.dumps(text)):
@@ -70,3 +81,8 @@ def test_a_date_that_does_not_exist_is_an_error_of_the_file(tmp_path):
     (tmp_path / "run.yaml").write_text("data: {template_date: 2026-02-31}")
     with pytest.raises(InvalidInput, match="is not YAML: day is out of range"):
         load(Config, [str(tmp_path / "run.yaml")])
+
+
+def test_half_of_a_character_is_refused(file: str) -> None:
+    with pytest.raises(InvalidInput, match=r"'a\\ud83d' has half of a character: write the character itself"):
+        load(Config, [file, r'data.system_prompt="a\ud83d"'])
