@@ -1,5 +1,6 @@
 """Tests the conversion of datasets, in the formats in which they are published, through the command line."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -190,7 +191,7 @@ def test_bad_rows(run, tmp_path):
     with pytest.raises(InvalidInput) as caught:
         run("gsm8k", *options)
     message = caught.value.message
-    assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: not JSON")
+    assert message.startswith(f"{source} has 8 of 9 rows that are bad: {source} line 2: Unterminated")
     assert f"{source} line 3: answer does not end with #### and the result" in message
     assert f"{source} line 5: question is null, not text" in message
     assert message.endswith("; and 3 more (counted from 1). Fix them, or drop them with --bad-rows drop")
@@ -200,15 +201,17 @@ def test_bad_rows(run, tmp_path):
     assert "train       1 rows" in output and "dropped 8 bad rows:" in output
     report = convert(GSM8K, str(source), tmp_path, ConversionOptions(bad_rows="drop", test_size=0))
     reasons = [line.removeprefix(f"{source} ") for line in report.dropped]
-    assert {"line 6: no column question, only problem, answer", "line 7: a list, not an object"} <= set(reasons)
-    assert {"line 8: answer is int, not text", "line 9: question is empty"} <= set(reasons)
+    assert {"line 6: no column question, only problem, answer", "line 7 is a list, not an object"} <= set(reasons)
+    assert {"line 8: answer is a number, not text", "line 9: question is empty"} <= set(reasons)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.json", "[1, 2", "is not JSON"),
-        ("x.csv", "question,answer", r"must be \.parquet, \.json or \.jsonl"),
+        ("x.json", "[" * 100_000, "is not JSON"),
+        ("x.csv", "question,answer", "is empty"),
+        ("x.txt", "question,answer", r"its name must end in \.parquet"),
         ("x.parquet", "no", "is not a readable Parquet file"),
         ("x.jsonl", "", "has no rows for train"),
     ],
@@ -218,6 +221,29 @@ def test_bad_files(tmp_path, name, content, message):
     with pytest.raises(InvalidInput, match=message):
         convert(GSM8K, str(tmp_path / name), tmp_path / "out", ConversionOptions(test_size=0))
     assert not (tmp_path / "out").exists()
+
+
+WRITTEN = '{"question": "Café?", "answer": "#### 2"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", WRITTEN.encode("utf-16")),
+        ("x.json", f"[{WRITTEN}, 7]".encode("utf-16")),
+        ("x.jsonl.gz", gzip.compress(WRITTEN.encode("utf-8-sig"))),
+        ("x.csv", "question,answer\nCafé?,#### 2".encode()),
+        ("x.jsonl", f"{WRITTEN}\n".encode() + WRITTEN.encode("latin-1")),
+        ("x.jsonl", f'{WRITTEN}\r{{"question": {"9" * 5000}}}'.encode()),
+        ("x.jsonl", (WRITTEN + '\n{"question": "\\ud83d", "answer": "#### 1"}').encode()),
+        ("x.jsonl", f"{WRITTEN}\n{'[' * 100_000}".encode()),
+    ],
+)
+def test_files_that_a_run_reads_are_read_and_bad_rows_dropped(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    options = ConversionOptions(bad_rows="drop", test_size=0, instruction="")
+    report = convert(GSM8K, str(tmp_path / name), tmp_path / "out", options)
+    assert pq.read_table(report.files["train"])["prompt"].to_pylist() == ["Café?"]
 
 
 def test_missing_sources(tmp_path):

@@ -6,7 +6,6 @@ Documents are {"text", "title"}, or {"contents"} with the title in the first lin
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.data.prepare.formats import ConversionOptions, Example, Format, Split, text
-from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place, write_tables
+from services.coordinator.data.reading.parquet import write_tables
 from services.coordinator.data.reading.record import BadRow, BadRows, Record
+from services.coordinator.data.reading.sources import read_usable
 
 SplitT = TypeVar("SplitT", bound=str)
 Parsed = TypeVar("Parsed")
@@ -57,35 +57,13 @@ def find_files(format: Format, source: str, revision: str | None = None) -> dict
 
 def _parsed(path: Path, parse: Callable[[Record], Parsed], bad: BadRows) -> Iterator[tuple[int, Parsed]]:
     """Yields index and result of each record of a file that `parse` can use. Adds the others to `bad`."""
-    for where, index, record in _records(path, bad):
+    for where, index, record in read_usable(path, bad, field=_FIELD):
         try:
             result = parse(record)
         except BadRow as error:
             bad.add(where, error)
         else:
             yield index, result
-
-
-def _records(path: Path, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
-    """Yields place, index and content of each record of a Parquet, JSON or JSON Lines file. Adds bad lines to `bad`.
-
-    Raises:
-        InvalidInput: The file has another format.
-    """
-    if path.suffix == ".parquet":
-        for index, (where, record) in enumerate(ParquetRows(path, read_table(path, field=_FIELD))):
-            yield where, index, record
-        return
-    if path.suffix not in (".json", ".jsonl"):
-        raise InvalidInput(f"{path}: a source file must be .parquet, .json or .jsonl", field=_FIELD)
-    # Files of one object a line are published as .json too.
-    with path.open(encoding="utf-8-sig") as file:
-        is_array = file.read(1024).lstrip().startswith("[")
-    for where, index, value in _read_array(path) if is_array else _read_lines(path, bad):
-        if isinstance(value, dict):
-            yield where, index, value
-        else:
-            bad.add(where, f"a {type(value).__name__}, not an object")
 
 
 def _download(format: Format, source: str, revision: str | None) -> Path:
@@ -104,27 +82,6 @@ def _download(format: Format, source: str, revision: str | None) -> Path:
         message = f"{source} does not exist here, and the Hugging Face Hub is unreachable ({reason})"
         raise Unavailable(f"{message}: give --source a local copy", field=_FIELD) from error
     return Path(folder)
-
-
-def _read_array(path: Path) -> Iterator[tuple[str, int, object]]:
-    try:
-        records = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise InvalidInput(f"{path} is not JSON: {error}", field=_FIELD) from error
-    for index, record in enumerate(records):
-        yield row_place(path, index), index, record
-
-
-def _read_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, int, object]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for index, line in enumerate(file):
-            if not line.strip():
-                continue
-            where = f"{path} line {index + 1}"
-            try:
-                yield where, index, json.loads(line)
-            except json.JSONDecodeError as error:
-                bad.add(where, f"not JSON: {error}")
 
 
 _TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
@@ -277,7 +234,7 @@ def _answers(record: Record) -> list[str]:
     answers = [value] if isinstance(value, str) else value
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise BadRow(f"{column} is neither text nor a list of texts")
-    return [answer.strip() for answer in answers]
+    return [text({column: answer}, column) for answer in answers]
 
 
 def _document(record: Record) -> dict[str, str | None]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from services.coordinator.data.reading.record import BadRow, Record
+from services.coordinator.data.reading.record import BadRow, Record, in_words
 
 Split = Literal["train", "test"]
 
@@ -36,15 +36,19 @@ def text(record: Record, column: str) -> str:
     """Returns `column` of `record` without surrounding white space.
 
     Raises:
-        BadRow: The column is missing, not text, or empty.
+        BadRow: The column is missing, not text, empty, or has half of a character.
     """
     if column not in record:
         raise BadRow(f"no column {column}, only {', '.join(record)}")
     value = record[column]
     if not isinstance(value, str):
-        raise BadRow(f"{column} is {'null' if value is None else type(value).__name__}, not text")
+        raise BadRow(f"{column} is {in_words(value)}, not text")
     if not value.strip():
         raise BadRow(f"{column} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{column} has {value[error.start]!a}, which is half of a character") from error
     return value.strip()
 
 

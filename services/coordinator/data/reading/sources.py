@@ -13,8 +13,9 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import pyarrow as pa
 
@@ -22,7 +23,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.common.json_values import JsonObject
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place
-from services.coordinator.data.reading.record import MAX_DEPTH, Record, Unusable, depth_of, in_words
+from services.coordinator.data.reading.record import MAX_DEPTH, BadRows, Record, Unusable, depth_of, in_words
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 """The type of a column of messages, whatever other keys they have."""
@@ -205,6 +206,7 @@ def _type_of(value: object) -> pa.DataType:
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"PAR1"
+_START = 1024  # bytes in which the first character of JSON stands
 _SUFFIXES = (".parquet", *_FORMS, *(f"{suffix}.gz" for suffix in _FORMS))
 
 Rows = ParquetRows | TextRows
@@ -274,6 +276,60 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
         fix = "write it as Parquet with Dataset.to_parquet(FILE)" if form == ".arrow" else known
         raise InvalidInput(f"{field}: {path} is of no known form: {fix}", field=field)
     return ParquetRows(path, read_table(path, field=field).slice(0, max_rows))
+
+
+def read_usable(path: Path, bad: BadRows, *, field: str) -> Iterator[tuple[str, int, Record]]:
+    """Yields place, index and content of each row of a file that `read_rows` reads. Adds lines and values that are no
+    JSON objects to `bad`, and does not keep the rows: a corpus has millions.
+
+    Raises:
+        LockstepError: See `read_rows`.
+    """
+    form = Path(path.name.lower().removesuffix(".gz")).suffix
+    try:
+        if form in (".jsonl", ".ndjson", ".json") and not _is_parquet(path):
+            yield from _usable(path, form, bad)
+            return
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(f"{field}: {path} cannot be read: {error}", field=field) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field}: {path} is not JSON: {error}", field=field) from error
+    for index, (where, row) in enumerate(read_rows(path, field=field)):
+        yield where, index, row
+
+
+def _usable(path: Path, form: str, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
+    with _opened(path) as file:
+        is_list = file.read(_START).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        file.seek(0)
+        if form == ".json" and is_list:
+            content = file.read().removeprefix(codecs.BOM_UTF8)
+            for index, value in enumerate(_DECODER.decode(_text(content, str(path), has_lines=True))):
+                if isinstance(value, dict):
+                    yield row_place(path, index), index, value
+                else:
+                    bad.add(row_place(path, index), f"{in_words(value)}, not an object")
+            return
+        for index, line in enumerate(chain.from_iterable(map(bytes.splitlines, file))):
+            where, text = f"{path} line {index + 1}", line if index else line.removeprefix(codecs.BOM_UTF8)
+            if not text.strip():
+                continue
+            try:
+                row = _object(text, where)
+            except ValueError as error:
+                bad.rows.append(str(error))
+            else:
+                yield where, index, row
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = path.open("rb")
+    start = file.read(2)
+    file.seek(0)
+    if start not in (_GZIP, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return file
+    file.close()
+    return cast(IO[bytes], gzip.open(path)) if start == _GZIP else io.BytesIO(_content(path))
 
 
 def _is_parquet(path: Path) -> bool:
