@@ -101,7 +101,7 @@ def _search_r1(
         Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
     ] = _DEFAULTS.bad_rows,
 ) -> None:
-    """Convert questions and documents for episodes with a search, in any form that a run reads, as Search-R1 has them."""
+    """Convert Search-R1's questions and documents, in any form that a run reads, for episodes with a search."""
     from services.coordinator.data.prepare.convert import make_search_files
 
     files: dict[Split, Path] = {"train": questions, **({"test": test_questions} if test_questions else {})}
