@@ -5,7 +5,7 @@ limit ends it. math-verify's own time limits (SIGALRM) are off, because they can
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
 from itertools import combinations
@@ -15,7 +15,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from services.reward.compat.math_verify import refuse_eval
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.texts import after_reasoning, with_fractions
+from services.reward.graders.latex import in_latex
+from services.reward.graders.texts import after_reasoning
 
 _SPACES = re.compile(r"\\[,!:; ]|~|\{,\}")
 _NUMBER = re.compile(
@@ -28,36 +29,6 @@ _SCIENTIFIC = re.compile(
 _SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
 _DATE_OR_HOUR = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{1,2}:00")
 Expression = sympy.Basic | sympy.MatrixBase | str
-
-_CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
-_CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009\u202f", " ")
-_IN_LATEX = str.maketrans(_CHARACTERS)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_WHOLE = r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+"  # and the space behind it, before the fraction of a mixed number
-_REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
-    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
-    (re.compile(r"(?<!\\)(?:~|\\ )"), " "),
-    (
-        re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹](?![⁰¹²³⁴⁵⁶⁷⁸⁹⁻])(?<![⁰¹²³⁴⁵⁶⁷⁸⁹⁻].)"),
-        lambda found: f"^{found[0].translate(_SUPERSCRIPTS)}",
-    ),
-    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}"),
-    (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))"), lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
-    (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
-    # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
-    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
-    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
-    (re.compile(rf"{_WHOLE}(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
-)
-
-
-def in_latex(text: str) -> str:
-    """Returns the text with LaTeX for characters and forms that the parser does not read as they are meant."""
-    text = with_fractions(text).translate(_IN_LATEX)
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def plain_number(text: str) -> str:
@@ -80,7 +51,11 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
     if bases[0] and bases[1] and bases[0]["base"].strip("{}") != bases[1]["base"].strip("{}"):
         return False
     numbers = _to_decimal(gold), _to_decimal(predicted)
-    return None if None in numbers else numbers[0] == numbers[1]
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    # 17.5% is 17.5 too, as 50% is 50 to math-verify. Below 1 a share is more likely meant, and 0.5% is not 0.5.
+    amounts = _to_decimal(gold.rstrip(" %\\")), _to_decimal(predicted.rstrip(" %\\"))
+    return True if None not in amounts and amounts[0] == amounts[1] and abs(amounts[0]) >= 1 else None
 
 
 def _to_decimal(text: str) -> Decimal | None:
@@ -104,7 +79,7 @@ def unify(gold: Expression, predicted: Expression) -> tuple[Expression, Expressi
         return interval, _to_interval(predicted) or predicted
     if isinstance(gold, sympy.Expr) and isinstance(predicted, sympy.Expr):
         units = [[symbol for symbol in side.free_symbols if str(symbol) == "i"] for side in (gold, predicted)]
-        if bool(units[0]) != bool(units[1]):
+        if set(units[0]) != set(units[1]):  # the parser takes the i of "3i" as real, that of "3 i" not
             replaced = {symbol: sympy.I for unit in units for symbol in unit}
             return gold.xreplace(replaced), predicted.xreplace(replaced)
     return None

@@ -88,6 +88,20 @@ RIGHT = [
     ("\\text{cm\u00b2}", "\\boxed{\\text{cm\u00b2}}"),
     (r"12 1/2\%", r"\boxed{12 1/2\%}"),
     (r"\frac{1}{54145}", r"\boxed{0.000018}"),
+    ("(0,1]", r"\boxed{\bigl(0,1\bigr]}"),
+    (r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}", r"\boxed{\begin{pmatrix}1\\[2pt] 3\end{pmatrix}}"),
+    (r"2+3\mathrm{i}", r"\boxed{2+3i}"),
+    (r"\frac{1}{\mathrm{e}}", r"\boxed{e^{-1}}"),
+    (r"0.1\overline{6}", r"\boxed{\frac16}"),
+    (r"-\frac{4}{3}", r"\boxed{-1.\dot{3}}"),
+    (r"\frac{41}{333}", r"\boxed{0.\dot{1}2\dot{3}}"),
+    (r"\lg 2", r"\boxed{\log_{10} 2}"),
+    (r"\ln 3", r"\boxed{\log_e 3}"),
+    (r"\langle 1,2,3 \rangle", r"\boxed{(1,2,3)}"),
+    (r"4^{\text{th}}", r"\boxed{4}"),
+    ("204", r"\boxed{\color{blue}\Large 204}"),
+    (r"17.5\%", r"\boxed{17.5}"),
+    (r"12_{\text{five}}", r"\boxed{12_5}"),
 ]
 
 WRONG = [
@@ -131,6 +145,9 @@ WRONG = [
     (r"(1,\infty)", r"\boxed{x>1, x>2}"),
     ("5", r"\boxed{x<\sqrt{-1}}"),
     (r"x<\arcsin 2", r"\boxed{(1,2)}"),
+    ("0.1", r"\boxed{0.1\overline{6}}"),
+    ("0.5", r"\boxed{0.5\%}"),
+    (r"12_{\text{five}}", r"\boxed{12_6}"),
 ]
 
 
@@ -151,7 +168,7 @@ async def test_other_answers_are_wrong_and_that_is_no_failure(run, make_item):
     assert failed == []
 
 
-@pytest.mark.parametrize("answer", ["", r"\frac{1}{2", r"\frac{1}{0}", r"0.\overline{3}", r"\boxed{}", "1}{2"])
+@pytest.mark.parametrize("answer", ["", r"\frac{1}{2", r"\frac{1}{0}", r"\ge 2", r"\boxed{}", "1}{2"])
 async def test_an_unreadable_reference_is_a_failure_for_right_and_wrong_samples(run, make_item, answer):
     outcomes = await run.score([make_item(r"\boxed{1}", answer), make_item(rf"\boxed{{{answer}}}", answer)])
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.INVALID_ANSWER] * 2

@@ -1,0 +1,68 @@
+"""Writes answers in the LaTeX that math-verify's parser reads as they are meant."""
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from services.reward.graders.texts import with_fractions
+
+_CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
+_CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009\u202f", " ")
+_IN_LATEX = str.maketrans(_CHARACTERS)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_WHOLE = r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+"  # and the space behind it, before the fraction of a mixed number
+_REPEATING = re.compile(
+    r"(?<![\w.,])(?P<whole>[0-9]{1,9})\.(?P<once>[0-9]{0,9})"
+    r"(?:\\(?:overline|bar)\s*(?:\{(?P<bar>[0-9]{1,9})\}|(?P<one>[0-9]))"
+    r"|\\dot\s*\{?(?P<first>[0-9])\}?(?:(?P<inner>[0-9]{0,9})\\dot\s*\{?(?P<last>[0-9])\}?)?)"
+)
+_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_ORDINAL, _BASE = (
+    rf"\\(?:text|textrm|mathrm|mbox)\s*\{{\s*{word}\s*\}}" for word in ("(?:st|nd|rd|th)", f"({'|'.join(_WORDS)})")
+)
+
+
+def _repeating(found: re.Match[str]) -> str:
+    """Returns a repeating decimal, such as 0.1\\overline{6}, as a fraction."""
+    again = found["bar"] or found["one"] or "".join(found[part] or "" for part in ("first", "inner", "last"))
+    once = Fraction(int(found["whole"] + found["once"]))
+    value = (once + Fraction(int(again), 10 ** len(again) - 1)) / 10 ** len(found["once"])
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+_REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
+    (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"(?<!\\)(?:~|\\ )"), " "),
+    (
+        re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹](?![⁰¹²³⁴⁵⁶⁷⁸⁹⁻])(?<![⁰¹²³⁴⁵⁶⁷⁸⁹⁻].)"),
+        lambda found: f"^{found[0].translate(_SUPERSCRIPTS)}",
+    ),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}"),
+    (re.compile(r"√\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))"), lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
+    (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
+    (re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*"), ""),
+    (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
+    (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])"), " "),
+    (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), " "),
+    (re.compile(r"\\mathrm\s*\{([ie])\}"), r" \1"),
+    (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
+    (re.compile(r"\\log_(?:\s*e(?![A-Za-z])|\{\s*e\s*\})"), r"\\ln "),
+    (re.compile(r"\\langle(?![A-Za-z])"), "("),
+    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
+    (re.compile(rf"(?<=[0-9])\^(?:{_ORDINAL}|\{{{_ORDINAL}\}})"), ""),
+    (re.compile(rf"_(?:{_BASE}|\{{{_BASE}\}})"), lambda found: f"_{{{_WORDS.index(found[1] or found[2]) + 2}}}"),
+    (_REPEATING, _repeating),
+    # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
+    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
+    (re.compile(rf"{_WHOLE}(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
+)
+
+
+def in_latex(text: str) -> str:
+    """Returns the text with LaTeX for characters and forms that the parser does not read as they are meant."""
+    text = with_fractions(text).translate(_IN_LATEX)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
