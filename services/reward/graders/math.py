@@ -135,13 +135,21 @@ _EXPONENT = re.compile(r"(?<![\w.])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][-+]?[0-9]{1
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
+_CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
+_JOINS = re.compile(r"[,;]|and|or|\\q?quad")
+_BETWEEN = re.compile(
+    r"(?:[\s$*,;]|and|or|\\q?quad|\\[\[\]();:, ]|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}"
+    r"|[A-Za-z](?:_(?:\w|\{\w{1,9}\}))?\s*=)*"
+)
 
 
 def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> float:
     """Returns 1.0 if the completion's answer equals `answer`, else 0.0.
 
-    The completion's answer is the content of the last closed \\boxed{} after the reasoning. If there is none, it is the
-    last formula or number near the end, unless `require_boxed`. An answer that cannot be parsed is wrong.
+    The completion's answer is the content of the last closed \\boxed{} after the reasoning, or of the last list of
+    boxes, which may all say the same. If there is none, it is the last formula or number near the end, unless
+    `require_boxed`. An answer that cannot be parsed is wrong.
 
     Raises:
         ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
@@ -149,35 +157,61 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
     """
     text, gold = _parse_gold(in_latex(answer))
     completion = in_latex(after_reasoning(completion))
-    boxed = last_boxed(completion)
-    if boxed is None:
+    boxes = boxed(completion)
+    if not boxes:
         predicted = () if require_boxed else _parse_end(completion)
         texts = [value for value in predicted if isinstance(value, str)]
         same = compare_texts(text, texts[-1]) if texts else None
         return float(_equal(gold, predicted) if same is None else same)
-    boxed = plain_number(boxed.strip())
-    same = compare_texts(text, boxed)
-    return float(_equal(gold, _parse_answer(boxed)) if same is None else same)
+    if _is_answer(text, gold, ", ".join(boxes)):
+        return 1.0
+    return float(len(boxes) > 1 and all(_is_answer(text, gold, content) for content in boxes))
 
 
-def last_boxed(text: str) -> str | None:
-    """Returns the content of the \\boxed{} that closes last, with balanced braces; None if there is none."""
-    content, opened = None, []
+def _is_answer(text: str, gold: Sequence[Expression], content: str) -> bool:
+    content = plain_number(content.strip())
+    same = compare_texts(text, content)
+    return _equal(gold, _parse_answer(content)) if same is None else same
+
+
+def boxed(text: str) -> list[str]:
+    """Returns the content of the \\boxed{} that closes last, with balanced braces, behind those of its list.
+
+    Boxes are a list if only commas, "and", "or" and the like stand between them, and all or none of them are letters:
+    others say the answer twice. A box that shows a form, such as \\boxed{...}, counts only if there is no other.
+    """
+    boxes = _all_boxed(text)
+    boxes = [box for box in boxes if not _NO_ANSWER.fullmatch(text[box[1] : box[2]])] or boxes[-1:]
+    contents = []
+    for index in range(len(boxes) - 1, -1, -1):
+        _, start, end = boxes[index]
+        between = text[end + 1 : boxes[index + 1][0]] if contents else ""
+        if contents and not (_JOINS.search(between) and _BETWEEN.fullmatch(between)):
+            break
+        if text[start:end] not in contents:
+            contents.insert(0, text[start:end])
+    return contents if len({_CHOICE.fullmatch(content) is None for content in contents}) == 1 else contents[-1:]
+
+
+def _all_boxed(text: str) -> list[tuple[int, int, int]]:
+    """Returns the start of each outermost \\boxed{}, and start and end of its content."""
+    boxes, opened = [], []
     for token in _BRACES.finditer(text):
         if token[0] == "}":
-            start = opened.pop() if opened else None
-            content = content if start is None else text[start : token.start()]
+            begin = opened.pop() if opened else None
+            while begin and boxes and boxes[-1][0] > begin.start():
+                boxes.pop()
+            boxes += [(begin.start(), begin.end(), token.start())] if begin else []
         elif token[0][-1] == "{" and token[0] != "\\{":
-            opened.append(None if token[0] == "{" else token.end())
-    return content
+            opened.append(None if token[0] == "{" else token)
+    return boxes
 
 
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
-    boxed = last_boxed(answer)
-    text = plain_number((answer if boxed is None else boxed).strip())
+    text = plain_number((", ".join(boxed(answer)) or answer).strip())
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
-    parsed = _parse_answer(text) if last_boxed(f"\\boxed{{{text}}}") == text else ()
+    parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
     if _DATE_OR_HOUR.fullmatch(text):
         return text, parsed

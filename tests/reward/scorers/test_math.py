@@ -102,6 +102,14 @@ RIGHT = [
     ("204", r"\boxed{\color{blue}\Large 204}"),
     (r"17.5\%", r"\boxed{17.5}"),
     (r"12_{\text{five}}", r"\boxed{12_5}"),
+    ("2,3", r"So $x = \boxed{2}$ or $x = \boxed{3}$."),
+    ("-1,2", r"The solutions are $\boxed{-1}$ and $\boxed{2}$."),
+    (r"\{1,234\}", r"\boxed{1}, \boxed{234}"),
+    (r"x=\boxed{2}\quad\text{or}\quad x=\boxed{3}", r"\boxed{2,3}"),
+    ("1/2", r"\boxed{\frac12} or \boxed{0.5}"),
+    ("C", r"$\boxed{3}$, or \boxed{\text{(C)}}"),
+    ("5", r"$x=\boxed{2}$, $y=\boxed{3}$, so \boxed{5}"),
+    ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
 ]
 
 WRONG = [
@@ -148,6 +156,8 @@ WRONG = [
     ("0.1", r"\boxed{0.1\overline{6}}"),
     ("0.5", r"\boxed{0.5\%}"),
     (r"12_{\text{five}}", r"\boxed{12_6}"),
+    ("3", r"So $x = \boxed{2}$ or $x = \boxed{3}$."),
+    ("1234", r"\boxed{1}, \boxed{234}"),
 ]
 
 
