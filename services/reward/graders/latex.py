@@ -53,6 +53,8 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(rf"(?<=[0-9])\^(?:{_ORDINAL}|\{{{_ORDINAL}\}})"), ""),
     (re.compile(rf"_(?:{_BASE}|\{{{_BASE}\}})"), lambda found: f"_{{{_WORDS.index(found[1] or found[2]) + 2}}}"),
     (_REPEATING, _repeating),
+    # The parser splits a number behind a power: 50^{2} into 5 times 0^{2}.
+    (re.compile(r"((?<![\\A-Za-z])[A-Za-z0-9)]\^\{[^{}]*\})\s*(?=[0-9])"), r"\1\\cdot "),
     # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
     (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
     (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),

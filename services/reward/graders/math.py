@@ -240,17 +240,18 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
     try:
         # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
         if verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True):
-            return not _are_small_and_far(gold, predicted)
+            return not _are_far(gold, predicted)
         pairs = [unify(mine, theirs) for mine in gold for theirs in predicted]
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
     except (RecursionError, OverflowError):
         return False
 
 
-def _are_small_and_far(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
-    """Returns whether two numbers below 1e-5 differ by more than a twentieth of the larger one.
+def _are_far(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
+    """Returns whether two numbers differ that math-verify takes as equal.
 
-    math-verify compares numbers to six decimal places, to which all small numbers are equal.
+    It compares numbers to six decimal places, to which all small numbers are equal, and takes as 0 what is small within
+    them, such as 1/50!. Exact numbers may not differ, others below 1e-5 by a twentieth of the larger one.
     """
     numbers = [
         [value for value in side if isinstance(value, sympy.Expr) and not value.free_symbols]
@@ -258,11 +259,27 @@ def _are_small_and_far(gold: Sequence[Expression], predicted: Sequence[Expressio
     ]
     if not all(numbers) or set(map(str, gold)) & set(map(str, predicted)):
         return False
-    mine, theirs = (abs(sympy.N(side[0], 15)) for side in numbers)
+    pair = [side[0] for side in numbers]
+    if not any(value.is_Number or value.has(*_NOT_EXACT) for value in pair):
+        return _differ(pair[0], pair[1])
+    mine, theirs = (abs(sympy.N(value, 15)) for value in pair)
     if not (mine.is_Float and theirs.is_Float and 0 < max(mine, theirs) < 1e-5):
         return False
-    difference = abs(sympy.N(numbers[0][0] - numbers[1][0], 15))
+    difference = abs(sympy.N(pair[0] - pair[1], 15))
     return bool(difference > max(mine, theirs) / 20)
+
+
+_NOT_EXACT = (sympy.Float, sympy.UnevaluatedExpr, sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
+"""What takes too long to compute exactly, is rounded, or is a percentage: 50% may also be 50."""
+
+
+def _differ(mine: sympy.Expr, theirs: sympy.Expr) -> bool:
+    """Returns whether two exact numbers differ, irrational ones by more than 1e-12 of the larger one."""
+    difference = (mine - theirs).doit()
+    if difference.is_Rational:
+        return difference != 0
+    largest = max(abs(sympy.N(mine, 30)), abs(sympy.N(theirs, 30)))
+    return bool(abs(sympy.N(difference, 30)) > largest * sympy.Float("1e-12"))
 
 
 _parse_gold(r"\frac{1}{2}")  # the first parse builds the tables of the grammar

@@ -109,6 +109,9 @@ RIGHT = [
     ("1/2", r"\boxed{\frac12} or \boxed{0.5}"),
     ("C", r"$\boxed{3}$, or \boxed{\text{(C)}}"),
     ("5", r"$x=\boxed{2}$, $y=\boxed{3}$, so \boxed{5}"),
+    (r"1-\frac{1}{2023!}", r"\boxed{\frac{2023!-1}{2023!}}"),
+    (r"\frac{e^{-50}50^{50}}{50!}", r"\boxed{\frac{50^{49}}{e^{50}49!}}"),
+    (r"\sqrt{3+2\sqrt{2}}", r"\boxed{1+\sqrt{2}}"),
     ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
 ]
 
@@ -158,6 +161,10 @@ WRONG = [
     (r"12_{\text{five}}", r"\boxed{12_6}"),
     ("3", r"So $x = \boxed{2}$ or $x = \boxed{3}$."),
     ("1234", r"\boxed{1}, \boxed{234}"),
+    (r"1-\frac{1}{2023!}", r"\boxed{1-\frac{1}{2022!}}"),
+    (r"\frac{52!}{(13!)^4}", r"\boxed{\frac{52!}{(13!)^4 4!}}"),
+    (r"\frac{e^{-50}50^{50}}{50!}", r"\boxed{\frac{e^{-50}50^{49}}{50!}}"),
+    (r"\frac{1}{e}-\frac{1}{50!}", r"\boxed{\frac{1}{e}}"),
 ]
 
 
