@@ -68,3 +68,27 @@ def in_latex(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
+
+
+_UNIT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}(?:\^(?:[0-9]|\{[0-9]\}))?")
+_AMOUNT = (
+    r"(?:[A-Za-z]\s*=\s*)?[-+]?(?=[0-9.\\])"
+    r"(?:[0-9./]|(?:,|\{,\})(?=[0-9]{3})|\\[dt]?frac\{[0-9]+\}\{[0-9]+\}|\\sqrt\{[0-9]+\}|\\pi(?![A-Za-z]))+"
+)
+_JOIN = r"(?:[\s,;$]|\\[,;:! $]|\band\b|\bor\b)*"
+# No two neighbors match the same text: a long text that does not match takes linear time.
+_AMOUNTS = re.compile(rf"{_JOIN}{_AMOUNT}{_JOIN}(?:(?:{_UNIT.pattern}{_JOIN})+{_AMOUNT}{_JOIN})+{_UNIT.pattern}\.?")
+_RELATES = re.compile(r"\b(?:of|per|for|every|each|from|at|with|when|if|to|than)\b")
+
+
+def without_units(text: str) -> str:
+    """Returns several amounts, such as 2\\text{ hours }30\\text{ minutes}, as their numbers; all other text as it is.
+
+    The parser drops everything from the first unit to the last. Amounts of different units have an order: (2, 30).
+    """
+    words = [found[1].lower() for found in _UNIT.finditer(text)]
+    if not _AMOUNTS.fullmatch(text.strip()) or any(map(_RELATES.search, words)):
+        return text
+    units = {re.sub(r"\b(?:and|or)\b|[^a-z/]", "", word) for word in words} - {""}
+    listed = ", ".join(re.findall(_AMOUNT, _UNIT.sub(" ", text)))
+    return f"({listed})" if len(units) > 1 and "=" not in listed else listed

@@ -112,6 +112,10 @@ RIGHT = [
     (r"1-\frac{1}{2023!}", r"\boxed{\frac{2023!-1}{2023!}}"),
     (r"\frac{e^{-50}50^{50}}{50!}", r"\boxed{\frac{50^{49}}{e^{50}49!}}"),
     (r"\sqrt{3+2\sqrt{2}}", r"\boxed{1+\sqrt{2}}"),
+    ("3,4", r"\boxed{4\text{ cm}, 3\text{ cm}}"),
+    (r"2 \text{ hours } 30 \text{ minutes}", r"\boxed{2\text{ h and }30\text{ min}}"),
+    ("150", r"\boxed{150\text{ minutes} = 2\text{ h } 30\text{ min}}"),
+    (r"60 \mathrm{km} / \mathrm{h}", r"\boxed{60}"),
     ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
 ]
 
@@ -162,6 +166,10 @@ WRONG = [
     ("3", r"So $x = \boxed{2}$ or $x = \boxed{3}$."),
     ("1234", r"\boxed{1}, \boxed{234}"),
     (r"1-\frac{1}{2023!}", r"\boxed{1-\frac{1}{2022!}}"),
+    (r"2 \text{ hours } 30 \text{ minutes}", r"\boxed{2\text{ hours }45\text{ minutes}}"),
+    (r"x = 2 \text{ m}, y = 3 \text{ m}", r"\boxed{x=2\text{ m}, y=4\text{ m}}"),
+    (r"30 \text{ pears and } 20 \text{ plums}", r"\boxed{20 \text{ pears and } 30 \text{ plums}}"),
+    ("5", r"\boxed{5 \text{ ft } 3 \text{ in}}"),
     (r"\frac{52!}{(13!)^4}", r"\boxed{\frac{52!}{(13!)^4 4!}}"),
     (r"\frac{e^{-50}50^{50}}{50!}", r"\boxed{\frac{e^{-50}50^{49}}{50!}}"),
     (r"\frac{1}{e}-\frac{1}{50!}", r"\boxed{\frac{1}{e}}"),
