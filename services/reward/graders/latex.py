@@ -53,6 +53,8 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(rf"(?<=[0-9])\^(?:{_ORDINAL}|\{{{_ORDINAL}\}})"), ""),
     (re.compile(rf"_(?:{_BASE}|\{{{_BASE}\}})"), lambda found: f"_{{{_WORDS.index(found[1] or found[2]) + 2}}}"),
     (_REPEATING, _repeating),
+    (re.compile(r"_(?:\{\\(max|min)\}|\\(max|min)(?![A-Za-z]))"), r"_{\1\2}"),
+    (re.compile(r"(\\boxed\s*\{\s*|\A\s*)\\approx(?![A-Za-z])"), r"\1"),
     # The parser splits a number behind a power: 50^{2} into 5 times 0^{2}.
     (re.compile(r"((?<![\\A-Za-z])[A-Za-z0-9)]\^\{[^{}]*\})\s*(?=[0-9])"), r"\1\\cdot "),
     # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
@@ -92,3 +94,16 @@ def without_units(text: str) -> str:
     units = {re.sub(r"\b(?:and|or)\b|[^a-z/]", "", word) for word in words} - {""}
     listed = ", ".join(re.findall(_AMOUNT, _UNIT.sub(" ", text)))
     return f"({listed})" if len(units) > 1 and "=" not in listed else listed
+
+
+def ratio(text: str) -> str:
+    """Returns a ratio of three parts or more, such as 1:2:3, as a list of the others over the first.
+
+    The parser reads it as a quotient, in which the order of the others does not count.
+    """
+    parts = re.split(r"(?<!\\):", text.rpartition("=")[2])
+    numbers = [_UNIT.sub("", part).strip(" $") for part in parts]
+    if len(parts) < 3 or not all(re.fullmatch(_AMOUNT, number) for number in numbers) or set(numbers[0]) <= {*"0."}:
+        return text
+    shares = ", ".join(f"\\frac{{{number}}}{{{numbers[0]}}}" for number in numbers[1:])
+    return f"({shares})"

@@ -15,7 +15,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from services.reward.compat.math_verify import refuse_eval
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.latex import in_latex, without_units
+from services.reward.graders.latex import in_latex, ratio, without_units
 from services.reward.graders.texts import after_reasoning
 
 _SPACES = re.compile(r"\\[,!:; ]|~|\{,\}")
@@ -169,7 +169,7 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
 
 
 def _is_answer(text: str, gold: Sequence[Expression], content: str) -> bool:
-    content = plain_number(without_units(content.strip()))
+    content = plain_number(ratio(without_units(content.strip())))
     same = compare_texts(text, content)
     return _equal(gold, _parse_answer(content)) if same is None else same
 
@@ -209,7 +209,7 @@ def _all_boxed(text: str) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
-    text = plain_number(without_units((", ".join(boxed(answer)) or answer).strip()))
+    text = plain_number(ratio(without_units((", ".join(boxed(answer)) or answer).strip())))
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]

@@ -116,6 +116,10 @@ RIGHT = [
     (r"2 \text{ hours } 30 \text{ minutes}", r"\boxed{2\text{ h and }30\text{ min}}"),
     ("150", r"\boxed{150\text{ minutes} = 2\text{ h } 30\text{ min}}"),
     (r"60 \mathrm{km} / \mathrm{h}", r"\boxed{60}"),
+    ("1:2:3", r"\boxed{a:b:c = 2:4:6}"),
+    ("4:9", r"\boxed{4/9}"),
+    ("3.14", r"\boxed{\approx 3.14}"),
+    (r"k_{\max}=4", r"\boxed{x_{\min} = 4}"),
     ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
 ]
 
@@ -165,6 +169,9 @@ WRONG = [
     (r"12_{\text{five}}", r"\boxed{12_6}"),
     ("3", r"So $x = \boxed{2}$ or $x = \boxed{3}$."),
     ("1234", r"\boxed{1}, \boxed{234}"),
+    ("1:2:3", r"\boxed{1:3:2}"),
+    ("3:4:5", r"\boxed{3:20}"),
+    (r"1:\sqrt{3}:2", r"\boxed{1:2:\sqrt{3}}"),
     (r"1-\frac{1}{2023!}", r"\boxed{1-\frac{1}{2022!}}"),
     (r"2 \text{ hours } 30 \text{ minutes}", r"\boxed{2\text{ hours }45\text{ minutes}}"),
     (r"x = 2 \text{ m}, y = 3 \text{ m}", r"\boxed{x=2\text{ m}, y=4\text{ m}}"),
