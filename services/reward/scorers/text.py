@@ -86,6 +86,8 @@ _SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
 # After a marker, where the answer stands, a minus in front is no dash, and digits in groups of three are one number.
 _MINUS = re.compile(r"\A([\s*$]*-)\s+(?=\\?\$?\.?[0-9])")
 _GROUPS = re.compile(r"(?<![\w.,^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
+_EQUATION = re.compile(r"[^0-9]*[0-9][0-9,.]*\s*(?:[-+*/×÷]|\\times|\\cdot)\s*[\\$(]*[0-9]")
+_FRACTION = re.compile(r"(?P<whole>(?<=[0-9]))?\\[dt]?frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
 _STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
 _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
 _SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
@@ -109,7 +111,7 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "4"
+    version = "5"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker
@@ -125,12 +127,17 @@ class Gsm8kScorer(Scorer):
 def _final_number(text: str) -> tuple[Decimal | Fraction | None, bool]:
     """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
 
+    Of an equation after the marker, such as 48 + 24 = 72, it is the first number behind the last equals sign.
+
     A last line of `####` without a number gives none.
     """
     text = _SPACES.sub("", one_width(text).replace("{,}", ",")).rstrip()
+    text = _FRACTION.sub(lambda found: f"{'' if found['whole'] is None else ' '}{found[2]}/{found[3]}", text)
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
+            result = line.rpartition("=")[2]
+            line = result if _EQUATION.match(line) and re.search("[0-9]", result) else line
             line = _GROUPS.sub(lambda number: number[0].replace(" ", ""), _MINUS.sub(r"\1", line))
             return _value(next(_numbers(line), None)), True
     last = max(_numbers(text), key=re.Match.start, default=None)

@@ -139,6 +139,13 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("#### CO2 200", "200", 1),
         ("#### 2024 100", "2024", 1),
         ("It sold 2 200 times", "200", 1),
+        ("#### 48 + 24 = 72 clips", "72", 1),
+        ("#### Total = 48 + 24 = 72", "72", 1),
+        ("#### 48+24=72", "48", 0),
+        ("#### 72 = 48 + 24", "72", 1),
+        ("#### 72 (6*12=72, 2+3=5)", "72", 1),
+        (r"It is \frac{7}{2}", "3.5", 1),
+        (r"#### -3\frac{1}{2}", "-3.5", 1),
     ],
 )
 async def test_gsm8k(open_run, make_item, completion, answer, expected):
