@@ -54,8 +54,8 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
     if None not in numbers:
         return numbers[0] == numbers[1]
     # 17.5% is 17.5 too, as 50% is 50 to math-verify. Below 1 a share is more likely meant, and 0.5% is not 0.5.
-    amounts = _to_decimal(gold.rstrip(" %\\")), _to_decimal(predicted.rstrip(" %\\"))
-    return True if None not in amounts and amounts[0] == amounts[1] and abs(amounts[0]) >= 1 else None
+    mine, theirs = (_to_decimal(side.rstrip(" %\\")) for side in (gold, predicted))
+    return True if mine is not None and mine == theirs and abs(mine) >= 1 else None
 
 
 def _to_decimal(text: str) -> Decimal | None:

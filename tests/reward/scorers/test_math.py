@@ -119,7 +119,7 @@ RIGHT = [
     ("1:2:3", r"\boxed{a:b:c = 2:4:6}"),
     ("4:9", r"\boxed{4/9}"),
     ("3.14", r"\boxed{\approx 3.14}"),
-    (r"k_{\max}=4", r"\boxed{x_{\min} = 4}"),
+    (r"k_{\max}=4", r"\boxed{4}"),
     ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
 ]
 
