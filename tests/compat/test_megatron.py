@@ -100,7 +100,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_cpu
 def test_without_the_shim_megatron_asks_for_a_gpu() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNSHIMMED], capture_output=True, text=True)

@@ -285,13 +285,13 @@ def test_a_scheduler_frees_the_slots_of_a_request_here_only() -> None:
 
 def test_experts_are_written_to_the_slots_of_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = np.full((8, 2, 2), 9, np.uint8)
-    mapping = {"layers.0": torch.tensor([5, 2, -1, 0])}
+    mapping = {"layers.0": torch.tensor([1, 1, 1, 1]), "layers.1": torch.tensor([5, 2, -1, 0])}
     monkeypatch.setattr(recorded, "get_forward_context", lambda: SimpleNamespace(slot_mapping=mapping))
-    recorded._ExpertRecorder(slots).capture(1, torch.tensor([[1, 2], [3, 0], [7, 7]]))
+    recorded._ExpertRecorder(slots, "layers.1").capture(1, torch.tensor([[1, 2], [3, 0], [7, 7]]))
     assert slots[5, 1].tolist() == [1, 2] and slots[2, 1].tolist() == [3, 0]
     assert (slots != 9).sum() == 4
     mapping.clear()
-    recorded._ExpertRecorder(slots).capture(1, torch.tensor([[1, 2]]))
+    recorded._ExpertRecorder(slots, "layers.1").capture(1, torch.tensor([[1, 2]]))
     assert (slots != 9).sum() == 4
 
 

@@ -19,6 +19,9 @@ from services.reward.scorers.text import normalize
 from tests.e2e.lockstep_command import LockstepRun, numbers
 from tests.support import ROOT
 
+# tests/e2e/test_episodes.py has shorter episodes, and tests/reward/environments the search.
+pytestmark = pytest.mark.long
+
 START = Path("data/search/start")
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
 

@@ -44,7 +44,7 @@ async def opened(mortals: list, model: Callable) -> list[tuple[Replica, object]]
     return mortals
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
+@pytest.mark.parametrize("backend", [pytest.param("uni", marks=pytest.mark.long), "mp"])
 async def test_an_engine_that_ends_in_order_leaves_no_files(
     mortals: list, temporary: Path, model: Callable, backend: str
 ):

@@ -108,7 +108,7 @@ CHECKPOINTS = [
 ]
 # As above; tests/trainer/test_memory.py moves the memory of all roles.
 LONG_PAIRS = {("tied-pp2", "tied-tp2"), ("untied-fsdp-dp2", "untied-fsdp")}
-LONG_SHARED = {"offload"}
+LONG_SHARED = {"fsdp", "offload"}
 MISTAKEN = ("untied-tp2", "tied-fsdp-dp2")
 
 

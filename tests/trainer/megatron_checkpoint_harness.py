@@ -124,6 +124,7 @@ LONG_PAIRS = {
     *(("lora-tp2", "tp2"), ("dp2", "tied-pp2")),
     *(("dp2", "dp2-plain"), ("tp2-offload", "tp2-offload"), ("dp2-buckets", "dp2-buckets")),
     *(("tp2", "tp2"), ("deep-vpp2", "deep-vpp2"), ("dp2-plain-bf16", "dp2-plain-bf16")),
+    ("tied-pp2", "tied-tp2"),
 }
 CONVERTED = ("dp2", "moe-ep2-etp2", "moe-former")  # whose weights alone are loaded as well
 

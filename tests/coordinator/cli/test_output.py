@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
+import pytest
 import yaml
 
 from services.common.errors import PreconditionFailed, Reason
@@ -149,6 +150,7 @@ async def test_a_directory_that_goes_during_a_run_is_one_line(tmp_path: Path, fa
     assert (code, run.steps) == (0, ALL_STEPS), errors
 
 
+@pytest.mark.long
 async def test_a_damaged_line_does_not_block_a_resume(tmp_path: Path, fakes: Fakes):
     run = await Run.start(tmp_path, fakes)
     assert (await run.end())[0] == 0
@@ -158,6 +160,7 @@ async def test_a_damaged_line_does_not_block_a_resume(tmp_path: Path, fakes: Fak
     assert (code, run.steps) == (0, [*ALL_STEPS, NUM_STEPS + 1]), errors
 
 
+@pytest.mark.long
 async def test_a_finished_run_opens_no_service_unless_something_is_due(tmp_path: Path, fakes: Fakes):
     async def again(*overrides: str) -> tuple[bytes, int]:
         run = await Run.start(tmp_path, fakes, *overrides)

@@ -369,6 +369,7 @@ async def test_a_program_that_does_not_end_is_the_policys_fault(service):
     assert "error: " in text and len(text) < 400
 
 
+@pytest.mark.long
 async def test_slow_programs_of_a_turn_share_its_time_and_none_drops_the_episode(service):
     tool = {"kind": "python", "timeout_s": 1.5, "max_concurrent": 1}
     await service.open(kind="tools", tools=[tool], turn_s=2.0)
