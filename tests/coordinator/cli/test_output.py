@@ -9,8 +9,8 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest_asyncio
 import pytest
+import pytest_asyncio
 import yaml
 
 from services.common.errors import PreconditionFailed, Reason
