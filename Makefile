@@ -68,7 +68,8 @@ test-light: setup
 test-parts: $(VENV)/.suffix
 	@$(BIN)/python -m pytest $(patsubst %,--ignore=%,$(RUNS) $(LIGHT)) 2>&1 | sed -u ''
 
-# Whole runs that are disturbed for minutes, and measurements. CI leaves them out.
+# Whole runs that are disturbed for minutes, and what repeats for other layouts, models and faults what make test checks
+# for some. CI leaves them out.
 test-long: setup
 	@$(BIN)/python -m pytest tests -m long
 
