@@ -53,7 +53,7 @@ test: setup
 # RUNS, where one trainer and two replicas are lent to most tests, LIGHT with lint before it, and all others take about
 # the same time.
 RUNS := tests/agents tests/deploy tests/e2e tests/fault tests/model tests/rollout tests/trainer/ranks
-LIGHT := tests/common tests/coordinator tests/reward tests/trainer/losses
+LIGHT := tests/common tests/coordinator tests/reward
 
 # Everything that starts no engine and no trainer ranks.
 test-fast: setup

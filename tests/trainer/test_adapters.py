@@ -201,7 +201,7 @@ def test_a_checkpoint_loads_in_another_layout(results: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["untied-lora-1", "some-pp2"], pytest.param(["untied-canonical-tp2"], marks=pytest.mark.long)]
+    "names", [["untied-lora-1"], pytest.param(["some-pp2", "untied-canonical-tp2"], marks=pytest.mark.long)]
 )
 def test_vllm_serves_the_exported_adapter(results: Path, names: list[str]) -> None:
     from transformers import AutoModelForCausalLM
