@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from services.common.errors import Reason, Unavailable
 from services.common.process import may_fork
@@ -51,6 +51,22 @@ class Forked:
         await self._has_ended.wait()
         assert self.returncode is not None
         return self.returncode
+
+
+def start_parent(output: IO[bytes]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts the process that is forked, with its output to a file; returns the socket for orders to it."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        parent = subprocess.Popen(
+            [sys.executable, "-m", "services.common.forks", str(other.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C reaches the coordinator alone
+            pass_fds=(other.fileno(),),
+            env=service_environment(),
+        )
+    return own, parent
 
 
 class Forks:
@@ -94,18 +110,8 @@ class Forks:
             self._socket.send(json.dumps(asdict(order)).encode())
 
     def _open(self) -> socket.socket:
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own, self._parent = start_parent(self._output)
         own.setblocking(False)
-        with other:
-            self._parent = subprocess.Popen(
-                [sys.executable, "-m", "services.common.forks", str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                start_new_session=True,  # Ctrl-C reaches the coordinator alone
-                pass_fds=(other.fileno(),),
-                env=service_environment(),
-            )
         asyncio.get_running_loop().add_reader(own, self._receive)
         return own
 

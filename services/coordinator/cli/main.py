@@ -145,8 +145,7 @@ def export(
     """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
     from services.coordinator.cli.export import export, export_config
 
-    if out.exists():
-        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
+    _require_new(out)
     settings = export_config(checkpoint, config or [], dtype)
     asyncio.run(export(checkpoint, settings, out))
     _console.print(f"wrote {out}", soft_wrap=True)
@@ -246,8 +245,7 @@ def init(
     from services.coordinator.cli.init import starting_config
     from services.coordinator.clients.gpus import visible_gpus
 
-    if out.exists():
-        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
+    _require_new(out)
     num_gpus = len(visible_gpus()) if gpus is None else gpus
     out.write_text(starting_config(model, data, out, num_gpus=num_gpus), encoding="utf-8")
     _console.print(f"wrote {out}; next: lockstep doctor {out}", soft_wrap=True)
@@ -313,6 +311,11 @@ def _with_model(settings: "ConfigT", services: "Addresses") -> "ConfigT":
     check_model(settings)
     check_weights(settings, services)
     return settings
+
+
+def _require_new(out: Path) -> None:
+    if out.exists():
+        raise InvalidInput(f"--out: {out} exists; choose another", field="out")
 
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:

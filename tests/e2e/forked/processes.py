@@ -7,15 +7,13 @@ import atexit
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from functools import cache
 from pathlib import Path
 
-from services.common.forks import FORKABLE, service_environment
+from services.common.forks import FORKABLE, service_environment, start_parent
 from tests.e2e.forked.__main__ import COMMAND
 
 
@@ -54,20 +52,10 @@ class _Forks:
     """Gives orders to a process of services.common.forks, which ends when this one does."""
 
     def __init__(self) -> None:
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 it is open for as long as this process
         self._forked: dict[int, Forked] = {}
         self._newest = 0
-        with other:
-            self._parent = subprocess.Popen(
-                [sys.executable, "-m", "services.common.forks", str(other.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                start_new_session=True,
-                pass_fds=(other.fileno(),),
-                env=service_environment(),
-            )
+        self._socket, self._parent = start_parent(self._output)
         atexit.register(self.close)
 
     def close(self) -> None:
