@@ -52,8 +52,8 @@ class MathConfig(BaseScorerConfig):
     kind: Literal["math"] = "math"
     """Score 1 if math-verify finds the completion's last boxed answer equal to the dataset's answer, else 0."""
     require_boxed: bool = False
-    """Score 0 if the completion has no \\boxed{}. With false, the last formula or number near the end is used
-    instead."""
+    """Score 0 if the completion has no \\boxed{}. With false, the last <answer>, or the last formula or number
+    near the end, is used instead."""
 
 
 class FormatConfig(BaseScorerConfig):

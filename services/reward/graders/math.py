@@ -16,7 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from services.reward.compat.math_verify import refuse_eval
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.latex import in_latex, ratio, without_units
-from services.reward.graders.texts import after_reasoning
+from services.reward.graders.texts import after_reasoning, last_tagged
 
 _SPACES = re.compile(r"\\[,!:; ]|~|\{,\}")
 _NUMBER = re.compile(
@@ -137,6 +137,7 @@ _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
+_BOLD = re.compile(r"(?<![\w*])\*\*([^*\n]+)\*\*(?![\w*])")
 _JOINS = re.compile(r"[,;]|and|or|\\q?quad")
 _BETWEEN = re.compile(
     r"(?:[\s$*,;]|and|or|\\q?quad|\\[\[\]();:, ]|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}"
@@ -148,8 +149,8 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
     """Returns 1.0 if the completion's answer equals `answer`, else 0.0.
 
     The completion's answer is the content of the last closed \\boxed{} after the reasoning, or of the last list of
-    boxes, which may all say the same. If there is none, it is the last formula or number near the end, unless
-    `require_boxed`. An answer that cannot be parsed is wrong.
+    boxes, which may all say the same. If there is none, and unless `require_boxed`, it is the last <answer>, or the
+    last formula or number near the end. An answer that cannot be parsed is wrong.
 
     Raises:
         ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
@@ -159,7 +160,14 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
     completion = in_latex(after_reasoning(completion))
     boxes = boxed(completion)
     if not boxes:
-        predicted = () if require_boxed else _parse_end(completion)
+        if require_boxed:
+            return 0.0
+        completion = _BOLD.sub(r"\1", completion)
+        if (tagged := last_tagged(completion)) is not None:
+            if _is_answer(text, gold, tagged):
+                return 1.0
+            completion = tagged
+        predicted = _parse_end(completion)
         texts = [value for value in predicted if isinstance(value, str)]
         same = compare_texts(text, texts[-1]) if texts else None
         return float(_equal(gold, predicted) if same is None else same)

@@ -118,6 +118,13 @@ def after_reasoning(completion: str) -> str:
     return completion if in_code else rest
 
 
+def last_tagged(text: str) -> str | None:
+    """Returns what the last <answer> has up to its </answer>; None if there is none or it is not closed."""
+    _, opened, rest = text.rpartition("<answer>")
+    tagged, closed, _ = rest.partition("</answer>")
+    return tagged if opened and closed else None
+
+
 def unindent(program: str) -> str:
     """Returns the program without the indentation that all its lines have, as in a list of Markdown."""
     return textwrap.dedent(program) if re.match(r"\s*\n?[ \t]+\S", program) else program

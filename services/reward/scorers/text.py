@@ -19,7 +19,7 @@ from services.common.config.reward import (
     RewardConfig,
 )
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.texts import after_reasoning, normalize, one_width
+from services.reward.graders.texts import after_reasoning, last_tagged, normalize, one_width
 from services.reward.scorers.base import Item, Scorer, WorkerScorer, expected, share_s
 
 
@@ -38,9 +38,6 @@ class ExactScorer(Scorer):
         return float(completion == answer)
 
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
-
-
 class AnswerScorer(Scorer):
     """Scores 1 if the text in the last <answer> is one of the accepted answers, else 0."""
 
@@ -56,9 +53,8 @@ class AnswerScorer(Scorer):
         accepted = set(map(normalize, answers)) - {""}
         if not accepted:
             raise ScoringError(FailureReason.INVALID_ANSWER, "every accepted answer is empty")
-        _, opened, rest = after_reasoning(item.completion).rpartition(_OPEN)
-        text, closed, _ = rest.partition(_CLOSE)
-        return float(bool(opened and closed) and normalize(text) in accepted)
+        text = last_tagged(after_reasoning(item.completion))
+        return float(text is not None and normalize(text) in accepted)
 
 
 class FormatScorer(WorkerScorer):
@@ -172,7 +168,7 @@ class MathScorer(WorkerScorer):
     An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
     """
 
-    version = f"5/math-verify-{version('math-verify')}"
+    version = f"6/math-verify-{version('math-verify')}"
     num_spares, num_tries = 1, 1  # score_group tries again
 
     def __init__(self, config: MathConfig, run: RewardConfig):

@@ -121,9 +121,16 @@ RIGHT = [
     ("3.14", r"\boxed{\approx 3.14}"),
     (r"k_{\max}=4", r"\boxed{4}"),
     ("17", r"It is \boxed{17}. I put it in \boxed{} as asked, or `\boxed{...}`."),
+    (r"\frac{1}{2}", r"It is 3 or <answer>\frac12</answer>, so 4."),
+    ("x<3", "<answer>x<3</answer>"),
+    ("42", "<answer>The answer is 42</answer>"),
+    ("3/4", "**Answer: 3/4**"),
+    ("8", "it is 2**3"),
 ]
 
 WRONG = [
+    ("5", "It is 5. <answer>6</answer>"),
+    ("2", "**2** and 3"),
     ("5", r"first \boxed{5}, no: \boxed{6}"),
     ("5", r"$\boxed{5} and \boxed{6}$"),
     ("2", r"\boxed{1, 2, 3}"),
