@@ -170,6 +170,7 @@ class Sandbox:
             raise ScoringError(FailureReason.ERROR, "bwrap not found: install bubblewrap (apt-get install bubblewrap)")
         folder = Path(self._files.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-sandbox-")))
         folder.chmod(0o755)
+        self.check_reachable(folder, "set TMPDIR to another directory")
         _compile(folder / "code")
         source = await asyncio.to_thread(self._readable, prefix := Path(sys.base_prefix), folder)
         for path in folder.rglob("*"):  # programs run as another user, whatever the umask; links keep their modes
@@ -253,9 +254,23 @@ class Sandbox:
             raise ScoringError(FailureReason.ERROR, "setpriv not found: install util-linux, or do not run as root")
         return [setpriv, f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--"]
 
+    def check_reachable(self, path: Path, fix: str) -> None:
+        """Raises ScoringError, with what to do, if the user that programs run as cannot reach a path."""
+        if (closed := self._closed(path)) is not None:
+            reason = f"this service runs as root, so programs run as nobody, which cannot reach {path}"
+            raise ScoringError(FailureReason.ERROR, f"{reason}: {fix}, or run chmod o+x {closed}")
+
+    def _closed(self, path: Path) -> Path | None:
+        """Returns the first directory on the way to a path that others than root cannot enter, if programs are others.
+
+        Missing paths are left to bwrap.
+        """
+        way = [*reversed(path.resolve().parents), path.resolve()] if self._is_root and path.exists() else []
+        return next((part for part in way if part.is_dir() and not part.stat().st_mode & 0o001), None)
+
     def _readable(self, prefix: Path, folder: Path) -> Path:
         """Returns the interpreter's directory, or links to the needed files if others than root cannot read it."""
-        if not self._is_root or all(path.stat().st_mode & 0o001 for path in (prefix, *prefix.parents)):
+        if self._closed(prefix) is None:
             return prefix
         standard = Path(sysconfig.get_path("stdlib"))
         for file in (Path(PYTHON), *prefix.glob("lib/libpython*.so*")):

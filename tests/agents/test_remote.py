@@ -183,7 +183,7 @@ async def opened(config: Json, place: Place | None = None) -> AgentServicer:
 
 async def test_an_agent_that_could_not_call_back_safely_is_refused(authority: Path, tmp_path: Path):
     away = {"url": "https://agent.lab/episode"}
-    for name, hosts in (("named", ["reward.lab", "127.0.0.1"]), ("local", ["127.0.0.1", "localhost"])):
+    for name, hosts in (("named", ["127.0.0.1", "reward.lab", "alias.lab"]), ("local", ["127.0.0.1", "localhost"])):
         certs.issue(authority, Role.REWARD, hosts, tmp_path / name)
     named, local = Credentials(tmp_path / "named"), Credentials(tmp_path / "local")
     refused = [(None, "--tls"), (Place("10.0.0.1"), "--tls"), (Place("localhost", named), "--listen")]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from services.common.config.environment import AgentEnvironmentConfig
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
 from services.reward.agents.base import Part
-from services.reward.errors import EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError
 from tests.agents.harness import is_running, staged
 from tests.support import until
 
@@ -113,6 +114,19 @@ async def test_nothing_is_left_of_an_agent_that_ends_is_ended_or_is_abandoned(pr
                     await playing
         await until(lambda: not is_running(mark))
         await until(lambda: not stage.servicer.agents._endpoint._servers)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="programs run as the user of the service")
+async def test_what_nobody_cannot_reach_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "inner").mkdir()
+    tmp_path.chmod(0o700)
+    for mounts, fix in ((str(tmp_path / "inner"),), "move it"), ((), "set TMPDIR"):
+        runner = command.CommandRunner(AgentEnvironmentConfig(command=("true",), mounts=mounts))
+        with pytest.raises(EpisodeError, match=rf"cannot reach .*: {fix}.* chmod o\+x /") as caught:
+            await runner.open()
+        assert caught.value.reason is EnvironmentFailure.REFUSED
+        await runner.close()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 async def test_another_episodes_key_is_refused_at_this_ones_socket(program):

@@ -211,6 +211,21 @@ async def test_backpressure_is_waited_for_and_then_answered(monkeypatch: pytest.
             assert count.statuses[200] == 2 and set(count.statuses) == {200, 429}
 
 
+async def test_a_connection_without_a_key_is_closed_and_one_with_a_key_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_STRANGER_S", 0.5)
+    async with served(says({"content": "hi"})) as (url, line):
+        host, _, port = url.removeprefix("http://").partition(":")
+        (known, asking), (stranger, idle) = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        ask = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {line.key}\r\n\r\n".encode()
+        asking.write(ask)
+        assert await known.readuntil(b"]}")
+        assert await stranger.read() == b""
+        asking.write(ask)
+        assert (await known.readuntil(b"]}")).startswith(b"HTTP/1.1 200")
+        asking.close()
+        idle.close()
+
+
 async def test_a_long_outage_is_no_error_of_a_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_KEEP_ALIVE_S", 0.01)
 

@@ -4,7 +4,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.common.config.base import Seconds, Strict
 from services.common.config.evaluation import BestConfig
@@ -68,6 +68,13 @@ class ObservabilityConfig(Strict):
     terminal; 0 shows none. `lockstep sft` shows none."""
     warnings: WarningsConfig = WarningsConfig()
     """When to warn that a run learns little."""
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _names_its_port(cls, address: str) -> str:
+        if address.endswith(":0"):
+            raise ValueError("0 is any free port, which prometheus.json could not name: choose one, such as 9100")
+        return address
 
 
 class CheckpointConfig(Strict):

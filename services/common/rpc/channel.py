@@ -197,11 +197,16 @@ OPTIONS = [
 ]
 
 
-def server_options() -> list[tuple[str, int]]:
-    """Returns OPTIONS and a limit on connections, so that half of this process's descriptors stay free."""
+def max_connections() -> int:
+    """Returns how many connections a port may have, so that half of this process's descriptors stay free."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(descriptors // 2, _MAX_CONNECTIONS)
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Returns OPTIONS and a limit on connections."""
     return [
         *OPTIONS,
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-        ("grpc.max_allowed_incoming_connections", min(descriptors // 2, _MAX_CONNECTIONS)),
+        ("grpc.max_allowed_incoming_connections", max_connections()),
     ]

@@ -105,8 +105,8 @@ class Identity:
     certificate: bytes
     key: bytes = field(repr=False)
     roles: frozenset[Role]
-    hosts: frozenset[str]
-    """DNS names and IP addresses that the certificate is valid for."""
+    hosts: tuple[str, ...]
+    """DNS names and IP addresses that the certificate is valid for, in its order."""
     expires: datetime.datetime
 
 
@@ -134,8 +134,8 @@ def read_identity(directory: Path) -> Identity:
         raise InvalidInput(
             f"{directory / CERTIFICATE_FILE} names no role: it needs one of the URIs {wanted}", field="tls"
         )
-    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    return Identity(ca, certificate, key, roles, frozenset(hosts), leaf.not_valid_after_utc)
+    hosts = tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress))
+    return Identity(ca, certificate, key, roles, hosts, leaf.not_valid_after_utc)
 
 
 class Credentials:

@@ -85,7 +85,7 @@ def renew(ca: Path, directory: Path, *, validity: datetime.timedelta = LEAF_VALI
     if len(old.roles) != 1:
         raise InvalidInput(f"{directory} has {len(old.roles)} roles: renew it where it was issued", field="directory")
     (role,) = old.roles
-    key, certificate = _sign(ca, role, [_general_name(host) for host in sorted(old.hosts)], validity)
+    key, certificate = _sign(ca, role, [_general_name(host) for host in old.hosts], validity)
     # Between the two renames key and certificate do not match. Readers keep their old ones then and try again.
     new = {name: directory / f"{name}.new" for name in (KEY_FILE, CERTIFICATE_FILE)}
     for path in new.values():

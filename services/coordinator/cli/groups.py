@@ -87,7 +87,7 @@ def renew(
 
 
 def _show_identity(identity: "Identity", directory: Path) -> None:
-    hosts = ", ".join(sorted(identity.hosts)) or "no host"
+    hosts = ", ".join(identity.hosts) or "no host"
     line = f"{directory}: {', '.join(identity.roles)} at {hosts}, until {identity.expires:%Y-%m-%d %H:%M} UTC"
     literal_console(soft_wrap=True, highlight=False).print(line)
 

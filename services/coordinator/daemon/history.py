@@ -14,9 +14,13 @@ from services.coordinator.runs.reader import METRICS, LedgerReader, metrics_line
 
 def read_run(directory: Path) -> pb.Run | None:
     """Returns the RL run in `directory`, as finished or stopped; None if there is none or it is an SFT run."""
-    if not (directory / LEDGER).is_file():
-        return None
     run = pb.Run(name=directory.name, run_dir=str(directory))
+    try:
+        if not (directory / LEDGER).is_file():
+            return None
+    except PermissionError:
+        run.state, run.error = pb.RUN_STATE_FAILED, "its directory can be read by another user only"
+        return run
     try:
         run.version = max((line.step for line in metrics_lines(directory / METRICS)), default=0)
         with closing(LedgerReader(directory)) as ledger:

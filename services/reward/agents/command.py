@@ -121,6 +121,8 @@ class AgentSandbox(Sandbox):
             link = Path(path)
             more += ["--symlink", os.readlink(path), path] if link.is_symlink() else ["--ro-bind-try", path, path]
         readable = [*self._mounts, *([sys.prefix] if sys.prefix != sys.base_prefix else [])]
+        for path in readable:
+            self.check_reachable(Path(path), "move it to a directory that everybody can enter")
         more += [word for path in readable for word in ("--ro-bind", path, path)]
         for place in (WORKSPACE, HOME):
             more += ["--size", str(self._limits.disk_bytes), "--tmpfs", place]

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
+from services.common.rpc.channel import HANDSHAKE_MS, max_connections
 from services.reward.agents.chat import Chat, write_model
 from services.reward.agents.dialect import Dialect, Refusal, Request
 from services.reward.agents.messages import CountTokens, Messages
@@ -32,7 +33,7 @@ from services.reward.errors import EnvironmentFailure, EpisodeError
 _MAX_BODY_BYTES = 8 << 20
 # Of one episode, so that one that floods leaves memory and descriptors to the others.
 _MAX_WAITING, _MAX_BYTES, _MAX_CONNECTIONS = 128, 32 << 20, 256
-_NO_LIMIT = 1 << 30
+_STRANGER_S = HANDSHAKE_MS / 1000  # that a connection may take until a request on it has a key
 _KEEP_ALIVE_S = 10.0
 _CLOSE_S = 0.1  # that a request that was begun has to end; aiohttp takes 0 for no limit
 _NAME_LENGTH = 32  # of an episode, in its key
@@ -141,11 +142,12 @@ def _too_large() -> Refusal:
 
 
 class _Server(web.Server):
-    """Speaks HTTP at a listening socket. Drops connections when it has `most`."""
+    """Speaks HTTP at a listening socket. Drops connections when it has `most`, and those that stay strangers."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], most: int):
         super().__init__(handler, access_log=None, logger=_log)
         self._most = most
+        self._strangers = dict[web.RequestHandler, asyncio.TimerHandle]()
 
     async def open(self, listening: socket.socket, context: ssl.SSLContext | None = None) -> None:
         self._listening = await asyncio.get_running_loop().create_server(self, sock=listening, ssl=context)
@@ -159,6 +161,16 @@ class _Server(web.Server):
         super().connection_made(handler, transport)
         if len(self.connections) > self._most:
             asyncio.get_running_loop().call_soon(transport.abort)  # the handler must have begun
+        self._strangers[handler] = asyncio.get_running_loop().call_later(_STRANGER_S, transport.abort)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self.know(handler)
+        super().connection_lost(handler, exc)
+
+    def know(self, handler: web.RequestHandler) -> None:
+        """Lets a connection stay."""
+        if timer := self._strangers.pop(handler, None):
+            timer.cancel()
 
 
 class Endpoint:
@@ -186,7 +198,7 @@ class Endpoint:
             raise EpisodeError(EnvironmentFailure.REFUSED, detail) from error
         self.port, self._site = listening.getsockname()[1], site
         self.url = site.url(self.port) if site else f"http://127.0.0.1:{self.port}"
-        server = self._servers[""] = _Server(partial(self._handle, None), _NO_LIMIT)
+        server = self._servers[""] = _Server(partial(self._handle, None), max_connections())
         await server.open(listening, site.context if site else None)
 
     async def close(self) -> None:
@@ -243,6 +255,7 @@ class Endpoint:
             raise Refusal("the API key is not that of an episode", status=401, code="invalid_api_key")
         if line is None:
             raise _over()
+        self._servers[line.key if own else ""].know(request.protocol)
         return line
 
     def _sign(self, name: str) -> str:

@@ -67,7 +67,7 @@ class Site:
 
 def _name(host: str, identity: Identity, *, is_far: bool) -> str:
     """Returns the name by which agents call: one that the certificate is valid for, rather than one of this host."""
-    names = sorted(identity.hosts, key=lambda name: (name != host, is_local(name), is_address(name), name))
+    names = sorted(identity.hosts, key=lambda name: (name != host, is_local(name), is_address(name)))
     names = [name for name in names if "*" not in name and not (is_far and is_local(name))]
     if not names:
         detail = "the reward service's certificate names no host that an agent could call: issue one with --host"

@@ -46,7 +46,7 @@ def days(certificate: x509.Certificate) -> float:
 def test_an_authority_and_what_it_issues(certs) -> None:
     assert "certs/ca/ca-key.pem secret and on this host" in certs("init")
     said = certs("issue", "trainer", "--host", "t.example", "--host", "10.0.0.7", "--host", "fd00::7", "--out", "t")
-    assert said.startswith("t: trainer at 10.0.0.7, fd00::7, t.example, until ")
+    assert said.startswith("t: trainer at t.example, 10.0.0.7, fd00::7, until ")
     ca, leaf = load(Path("certs/ca/ca.pem")), load(Path("t/cert.pem"))
     assert (days(ca), days(leaf)) == (3650, 90)
     leaf.verify_directly_issued_by(ca)
@@ -59,7 +59,7 @@ def test_an_authority_and_what_it_issues(certs) -> None:
     ]
     identity = read_identity(Path("t"))
     assert identity.roles == {Role.TRAINER}
-    assert identity.hosts == {"t.example", "10.0.0.7", "fd00::7"}
+    assert identity.hosts == ("t.example", "10.0.0.7", "fd00::7")
     assert identity.ca == Path("certs/ca/ca.pem").read_bytes()
     assert str(identity.key) not in repr(identity)
     modes = {path: stat.S_IMODE(Path(path).stat().st_mode) for path in ("certs/ca/ca-key.pem", "t/key.pem")}
@@ -75,8 +75,8 @@ def test_who_serves_and_who_only_calls(certs) -> None:
         assert (ExtendedKeyUsageOID.SERVER_AUTH in uses) is (role is not Role.OPERATOR)
         assert ExtendedKeyUsageOID.CLIENT_AUTH in uses
     # `lockstep run` calls the services that it starts at this address, with the coordinator's certificate.
-    assert read_identity(Path("coordinator")).hosts == {"h", "127.0.0.1"}
-    assert read_identity(Path("operator")).hosts == set()
+    assert read_identity(Path("coordinator")).hosts == ("h", "127.0.0.1")
+    assert read_identity(Path("operator")).hosts == ()
 
 
 def test_nothing_is_overwritten(certs) -> None:

@@ -173,6 +173,16 @@ async def test_a_metric_that_no_evaluation_has_is_named(opened: Open, key: str) 
     assert not run.record.ledger.all(Kind.EVALUATED)
 
 
+def test_a_run_of_another_user_is_listed_with_the_others(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    run = opened()
+    monkeypatch.setattr(Path, "is_file", refused)  # root may read everything
+    listed = read_run(run.config.run_dir)
+    assert listed and listed.state == pb.RUN_STATE_FAILED and "another user" in listed.error
+
+
 @pytest.mark.parametrize("patience", [1, 9])
 async def test_a_run_that_ended_early_is_shown_as_done(opened: Open, patience: int) -> None:
     run = opened(early_stopping={"metric": METRIC, "patience": patience})
