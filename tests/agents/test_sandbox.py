@@ -18,7 +18,7 @@ from tests.support import until
 
 # Tries what an attacker would, and prints what worked.
 _ATTACK = """
-import ctypes, glob, pathlib, socket, subprocess
+import contextlib, ctypes, glob, pathlib, pty, socket, subprocess
 ask("hello")
 found = []
 for host in ("1.1.1.1", "10.0.0.1"):
@@ -52,6 +52,12 @@ try:
 except OSError:
     pass
 os.remove("/tmp/big")
+with contextlib.suppress(OSError):
+    pty.openpty()
+    found.append("terminal")
+if os.readlink("/dev/stdin") != "/proc/self/fd/0" or not os.listdir("/dev/fd"):
+    found.append("no /dev/fd")
+open("/dev/shm/x", "w").write("x")
 row = json.load(open(os.environ["LOCKSTEP_ROW"]))
 found += [key for key in row if key not in ("prompt", "level")]
 pathlib.Path("reward.txt").write_text("1000")
@@ -70,7 +76,12 @@ print(json.dumps([found, dict(os.environ), os.getcwd()]), end="")
 """
 
 
-async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Path):
+@pytest.mark.parametrize("has_terminals", [True, False])
+async def test_an_agent_reaches_the_model_and_nothing_else(
+    program, tmp_path: Path, has_terminals: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not has_terminals:  # as in a container whose filter refuses what bwrap makes /dev/pts with
+        monkeypatch.setattr(command, "_DEV", ("--dev", "/proc/refused"))
     secret = tmp_path / "secret"
     secret.write_text("the answers")
     source = _ATTACK.replace("SECRET", repr(str(secret)))
@@ -79,7 +90,7 @@ async def test_an_agent_reaches_the_model_and_nothing_else(program, tmp_path: Pa
         group = await stage.play(level=3, tests="hidden")
         assert group is not None and group.left[0]
         found, environ, place = json.loads(group.left[0].text)
-        assert found == ["no more processes"] and place == "/workspace"
+        assert found == ["terminal"] * has_terminals + ["no more processes"] and place == "/workspace"
         assert environ["OPENAI_BASE_URL"] == environ["ANTHROPIC_BASE_URL"] + "/v1"
         assert environ["ANTHROPIC_API_KEY"] == environ["OPENAI_API_KEY"] and environ["ANTHROPIC_MODEL"] == "policy"
         assert not [name for name in environ if name.startswith(("PYTEST", "VIRTUAL", "SSH"))]

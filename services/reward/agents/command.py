@@ -36,6 +36,14 @@ log = logging.getLogger(__name__)
 _URL = f"http://127.0.0.1:{PORT}"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/etc/alternatives", "/etc/ssl", "/etc/ca-certificates", "/etc/localtime")
 _SHARED_MEMORY_BYTES = 16 << 20
+_DEV = ("--dev", "/dev", "--remount-ro", "/dev")
+# The same without terminals, for which bwrap makes one more user namespace: deploy/seccomp.json refuses that.
+_DEV_WITHOUT_TERMINALS = (
+    *("--dev-bind", "/dev/full", "/dev/full", "--dev-bind", "/dev/random", "/dev/random"),
+    *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin"),
+    *("--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr"),
+)
+_TRIED = {"command": ["/bin/true"], "setup": [], "env": {}, "files": {}, "collect": [], "max_files_bytes": 0}
 
 
 class CommandRunner(Runner):
@@ -52,7 +60,7 @@ class CommandRunner(Runner):
         try:
             contents = {name: Path(path).expanduser().read_bytes() for name, path in config.files.items()}
             await self._sandbox.open()
-        except (OSError, ScoringError) as error:
+        except (OSError, ScoringError, EpisodeError) as error:
             raise EpisodeError(EnvironmentFailure.REFUSED, getattr(error, "detail", str(error))) from error
         self._files = {name: base64.b64encode(content).decode() for name, content in contents.items()}
         parts = [config.command, config.setup, config.env, self._files, config.mounts]
@@ -113,10 +121,10 @@ class AgentSandbox(Sandbox):
         self._result_bytes = 2 * files + 8 * MAX_TEXT_BYTES  # base64, and JSON of control characters
 
     async def open(self) -> None:
-        """Makes what all sandboxes need. Raises ScoringError if this host cannot."""
+        """Makes what all sandboxes need, and starts one. Raises ScoringError or EpisodeError if this host cannot."""
         passwd, group = (self._files.enter_context(_named_file(f"agent:x:1000:1000{end}")) for end in _ACCOUNT)
-        more = ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
-        more += ["--remount-ro", "/dev", "--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]
+        more = ["--proc", "/proc", *_DEV, "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+        more += ["--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]
         for path in _SYSTEM:
             link = Path(path)
             more += ["--symlink", os.readlink(path), path] if link.is_symlink() else ["--ro-bind-try", path, path]
@@ -127,6 +135,18 @@ class AgentSandbox(Sandbox):
         for place in (WORKSPACE, HOME):
             more += ["--size", str(self._limits.disk_bytes), "--tmpfs", place]
         await self._prepare(*more)
+        try:
+            await self._try()
+        except EpisodeError:
+            place = self._arguments.index(_DEV[0])
+            self._arguments[place : place + len(_DEV)] = _DEV_WITHOUT_TERMINALS
+            await self._try()
+            log.warning("this host refuses sandboxes with terminals: programs of agents have no pseudo-terminals")
+
+    async def _try(self) -> None:
+        async with self.start(_TRIED) as (_, result, listening), asyncio.timeout(START_TIMEOUT_S):
+            listening.close()
+            await result
 
     @contextlib.asynccontextmanager
     async def start(
@@ -157,7 +177,8 @@ class AgentSandbox(Sandbox):
             if listening is None:
                 assert process.stderr, "it is a pipe"
                 error = (await process.stderr.read()).decode(errors="replace").strip()[-500:]
-                raise EpisodeError(EnvironmentFailure.CRASHED, f"no sandbox: {error}")
+                detail = f"no sandbox: {error}; see docs/deployment.md for containers"
+                raise EpisodeError(EnvironmentFailure.CRASHED, detail)
             assert process.stdin, "it is a pipe"
             yield process.stdin, reading, listening
         finally:
