@@ -64,7 +64,7 @@ class Remote:
     async def open(self) -> None:
         """Reads the key and sends nothing. Raises ScoringError if the key cannot be read."""
         if self._config.api_key_file:
-            self._key = await asyncio.to_thread(_read_key, Path(self._config.api_key_file))
+            self._key = await asyncio.to_thread(read_key, Path(self._config.api_key_file))
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(
             headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
@@ -179,7 +179,8 @@ async def _read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _read_key(path: Path) -> str:
+def read_key(path: Path) -> str:
+    """Returns the key in a file. Raises ScoringError if there is none."""
     try:
         with open_plain_file(path) as file:
             key = file.read(_MAX_KEY_BYTES).decode("ascii").strip()

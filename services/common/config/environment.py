@@ -11,7 +11,7 @@ from services.common.config.base import NAME, Strict, Table
 from services.common.config.data import DataConfig
 from services.common.config.loss import LossConfig
 from services.common.config.reward import RewardConfig
-from services.common.config.scorers import check_url, is_local
+from services.common.config.scorers import check_encrypted, check_url, is_local
 from services.common.import_path import IMPORT_PATH
 
 
@@ -133,8 +133,14 @@ class McpToolConfig(Strict):
     session, so the tools may keep no state. Set command or url."""
     command: tuple[str, ...] = ()
     """Program and arguments of a server that the reward service starts, and calls over stdio."""
-    url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    pass_env: tuple[str, ...] = ()
+    """Names of environment variables of the reward service that the command gets too, such as one with an API key. It
+    gets HOME, LOGNAME, PATH, SHELL, TERM and USER anyway."""
+    url: str = ""
     """Address of a running server, called over streamable HTTP."""
+    api_key_file: str | None = Field(default=None, min_length=1)
+    """File on the reward service's host with a key for url, which is sent as a bearer token: over https, or over http
+    to loopback only."""
     names: tuple[str, ...] = ()
     """Names of the tools to offer; by default all that the server has."""
     timeout_s: float = Field(default=20.0, gt=0, le=3600)
@@ -144,11 +150,19 @@ class McpToolConfig(Strict):
 
     @property
     def place(self) -> str:
-        return self.url or " ".join(self.command)
+        """Names the server, without what may be a key in its URL."""
+        return self.url.partition("?")[0] or " ".join(self.command)
 
     def check_rules(self) -> None:
         if bool(self.command) == bool(self.url):
             raise ValueError("a tool of kind mcp needs either command or url")
+        if self.url:
+            check_url(self.url)
+        for key, of in ("pass_env", "command"), ("api_key_file", "url"):
+            if getattr(self, key) and not getattr(self, of):
+                raise ValueError(f"{key}: used only with {of}")
+        if self.api_key_file:
+            check_encrypted(self.url)
 
 
 _Tool = FunctionToolConfig | PythonToolConfig | SearchToolConfig | CalculatorToolConfig | McpToolConfig

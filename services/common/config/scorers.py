@@ -127,7 +127,7 @@ def check_url(url: str) -> str:
         raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
     if "@" in parts.netloc or parts.fragment:
         raise ValueError(
-            "url: must not contain credentials or a #fragment; a scorer's key belongs in a file that api_key_file names"
+            "url: must not contain credentials or a #fragment; a key belongs in a file that api_key_file names"
         )
     _ = parts.port  # raises ValueError if it is not a valid port
     return url
@@ -139,6 +139,13 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def check_encrypted(url: str) -> None:
+    """Raises ValueError if a key that is sent to a URL would cross a network as it is."""
+    parts = urlsplit(url)
+    if parts.scheme != "https" and not is_local(parts.hostname or ""):
+        raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
 
 
 class RemoteConfig(BaseScorerConfig):
@@ -162,9 +169,8 @@ class RemoteConfig(BaseScorerConfig):
     when the wait ends."""
 
     def check_rules(self) -> None:
-        parts = urlsplit(self.url)
-        if self.api_key_file and parts.scheme != "https" and not is_local(parts.hostname or ""):
-            raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
+        if self.api_key_file:
+            check_encrypted(self.url)
 
 
 class JudgeConfig(RemoteConfig):

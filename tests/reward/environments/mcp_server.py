@@ -6,6 +6,7 @@ import sys
 
 from mcp import MCPError
 from mcp.server import MCPServer
+from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tiny", version="1.2")
@@ -34,6 +35,18 @@ async def wait() -> str:
     """Never answers."""
     await asyncio.Event().wait()
     return ""
+
+
+@server.tool()
+def variable(of: str) -> str:
+    """Returns an environment variable."""
+    return os.environ.get(of, "")
+
+
+@server.tool()
+async def said(of: str, ctx: Context) -> str:
+    """Returns a header of the request."""
+    return ctx.request_context.request.headers.get(of, "")
 
 
 @server.tool()

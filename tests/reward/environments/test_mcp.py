@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from services.common.config.environment import McpToolConfig
 from services.common.errors import InvalidInput
 from tests.reward.environments.test_tools import failure, hermes, texts
 from tests.support import descendants, free_port, running, still_there
@@ -43,7 +45,7 @@ async def open_run(service, tool: dict[str, object]) -> list[str]:
 async def test_tools_of_a_server_are_listed_and_called(service, transport, request):
     tool = STDIO if transport == "stdio" else {"kind": "mcp", "url": request.getfixturevalue("address")}
     names = await open_run(service, {**tool, "max_output_chars": 20})
-    assert names == ["add", "page", "refuse", "wait", "die"]
+    assert names == ["add", "page", "refuse", "wait", "variable", "said", "die"]
     await service.reset()
     calls = hermes("add", a=2, b=40) + hermes("page", size=100) + hermes("refuse", what="<tea>") + hermes("add", a="x")
     answer = await service.step(0, calls + hermes("nothing"))
@@ -52,7 +54,44 @@ async def test_tools_of_a_server_are_listed_and_called(service, transport, reque
     assert results[1] == "ab" * 5 + "\n[... cut ...]\n" + "ab" * 5
     assert results[2].startswith("error: ") and "<tea>" in results[2].replace("\n[... cut ...]\n", "")
     assert results[3].startswith("error: ")
-    assert results[4] == "error: there is no tool 'nothing': there are add, page, refuse, wait, die"
+    assert results[4] == "error: there is no tool 'nothing': there are add, page, refuse, wait, variable, said, die"
+
+
+async def test_keys_reach_the_server_and_nothing_else(service, address, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_KEY", "secret")
+    await open_run(service, STDIO)
+    await service.reset()
+    assert texts(await service.step(0, hermes("variable", of="TINY_KEY")))[0][2] == ""
+    await service.close_run()
+    await open_run(service, {**STDIO, "pass_env": ["TINY_KEY"]})
+    await service.reset()
+    assert texts(await service.step(0, hermes("variable", of="TINY_KEY")))[0][2] == "secret"
+    await service.close_run()
+    with pytest.raises(InvalidInput, match="pass_env: the reward service has no variable TINY_CODE"):
+        await service.open(kind="tools", tools=[{**STDIO, "pass_env": ["TINY_KEY", "TINY_CODE"]}])
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    await open_run(service, {"kind": "mcp", "url": f"{address}?key=hidden", "api_key_file": str(key)})
+    await service.reset()
+    assert texts(await service.step(0, hermes("said", of="Authorization")))[0][2] == "Bearer secret"
+    await service.close_run()
+    with pytest.raises(InvalidInput) as caught:
+        await service.open(kind="tools", tools=[{"kind": "mcp", "url": f"{address}/absent?key=hidden"}])
+    assert f"{address}/absent: " in caught.value.message and "hidden" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("tool", "why"),
+    [
+        ({"url": "http://far/mcp", "api_key_file": "key"}, "api_key_file: the key would be sent unencrypted"),
+        ({"url": "https://user:key@far/mcp"}, "url: must not contain credentials"),
+        ({"url": "https://far/mcp", "pass_env": ["KEY"]}, "pass_env: used only with command"),
+        ({"command": ["server"], "api_key_file": "key"}, "api_key_file: used only with url"),
+    ],
+)
+def test_what_would_show_a_key_or_is_not_used_is_refused(tool: dict[str, object], why: str):
+    with pytest.raises(ValidationError, match=why):
+        McpToolConfig.model_validate(tool)
 
 
 async def test_only_some_tools_are_offered(service):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.config.environment import McpToolConfig
 from services.reward.environments.base import ToolCall
 from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, tool_schema
-from services.reward.errors import EnvironmentFailure, EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
+from services.reward.remote import read_key
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -28,8 +31,8 @@ _MAX_TOOLS = 1000
 class Connection:
     """Opens a session at once and keeps it until `close`."""
 
-    def __init__(self, config: McpToolConfig):
-        self._config = config
+    def __init__(self, config: McpToolConfig, env: dict[str, str], headers: dict[str, str]):
+        self._config, self._env, self._headers = config, env, headers
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._requests: set[asyncio.Future[Any]] = set()
@@ -59,7 +62,7 @@ class Connection:
         if answer.done():
             return answer.result()
         if self._holding.done():
-            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(self._holding.exception())}")
+            raise failed(EnvironmentFailure.CRASHED, told(self._config, self._holding.exception()))
         raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
 
     async def _hold(self) -> None:
@@ -70,19 +73,32 @@ class Connection:
             self._session.set_result(session)
             await self._closing.wait()
 
-    def _streams(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
+    @asynccontextmanager
+    async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
         if self._config.url:
-            from mcp.client.streamable_http import streamable_http_client
+            from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-            return streamable_http_client(self._config.url)
-        from mcp.client.stdio import StdioServerParameters, stdio_client
+            async with (
+                create_mcp_http_client(self._headers) as client,
+                streamable_http_client(self._config.url, http_client=client) as streams,
+            ):
+                yield streams
+        else:
+            from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        command, *arguments = self._config.command
-        return stdio_client(StdioServerParameters(command=command, args=arguments))
+            command, *arguments = self._config.command
+            async with stdio_client(StdioServerParameters(command=command, args=arguments, env=self._env)) as streams:
+                yield streams
 
 
 def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
     return EpisodeError(reason, f"mcp {detail[:_MAX_DETAIL_CHARS]}")
+
+
+def told(config: McpToolConfig, error: BaseException | None) -> str:
+    """Returns what to say about an error of a server; its URL may have a key, and some errors quote it."""
+    said = f"{config.place}: {explain(error)}"
+    return said.replace(config.url, config.place) if config.url else said
 
 
 def explain(error: BaseException | None) -> str:
@@ -99,6 +115,7 @@ class McpTools:
 
     def __init__(self, config: McpToolConfig):
         self._config = config
+        self._env, self._headers = dict[str, str](), dict[str, str]()
         self._connection: Connection | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.schemas: Sequence[Schema] = ()
@@ -110,12 +127,13 @@ class McpTools:
         except ImportError as error:
             detail = f"tools of kind mcp need the package mcp ({error}): pip install 'lockstep-rl[mcp]'"
             raise EpisodeError(EnvironmentFailure.CRASHED, detail) from error
+        self._read_secrets()
         try:
             tools, server = await self._connected().ask(_list_tools)
         except EpisodeError:
             raise
         except Exception as error:
-            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(error)}") from error
+            raise failed(EnvironmentFailure.CRASHED, told(self._config, error)) from error
         names = [tool.name for tool in tools]
         if missing := [name for name in self._config.names if name not in names]:
             detail = f"{self._config.place} has no tool {missing[0]}, but {', '.join(names) or 'none'}"
@@ -126,6 +144,16 @@ class McpTools:
         self.schemas = [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in wanted]
         digest = hashlib.sha256(json.dumps(self.schemas, sort_keys=True).encode()).hexdigest()[:12]
         self.version = f"mcp-{server.name} {server.version}-{digest}"
+
+    def _read_secrets(self) -> None:
+        if missing := [name for name in self._config.pass_env if name not in os.environ]:
+            raise failed(EnvironmentFailure.REFUSED, f"pass_env: the reward service has no variable {missing[0]}")
+        self._env = {name: os.environ[name] for name in self._config.pass_env}
+        if self._config.api_key_file:
+            try:
+                self._headers = {"Authorization": f"Bearer {read_key(Path(self._config.api_key_file))}"}
+            except ScoringError as error:
+                raise failed(EnvironmentFailure.REFUSED, error.detail) from error
 
     async def call(self, call: ToolCall) -> str:
         """Raises BadArgumentsError if the server says that the call was wrong, EpisodeError if it failed."""
@@ -144,10 +172,10 @@ class McpTools:
             self._replace(connection)
             raise
         except RuntimeError as error:  # the result is not of the schema that the server gave, or asks for an input
-            raise failed(EnvironmentFailure.INVALID_REPLY, f"{self._config.place}: {explain(error)}") from error
+            raise failed(EnvironmentFailure.INVALID_REPLY, told(self._config, error)) from error
         except Exception as error:
             self._replace(connection)
-            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {explain(error)}") from error
+            raise failed(EnvironmentFailure.CRASHED, told(self._config, error)) from error
         parts = (part.text if part.type == "text" else f"[{part.type} left out]" for part in result.content)
         text = self._cut("\n".join(parts))
         if result.is_error:
@@ -160,7 +188,7 @@ class McpTools:
         await asyncio.gather(*self._closing)
 
     def _connected(self) -> Connection:
-        self._connection = self._connection or Connection(self._config)
+        self._connection = self._connection or Connection(self._config, self._env, self._headers)
         return self._connection
 
     def _replace(self, connection: Connection) -> None:
