@@ -157,8 +157,7 @@ class Trace:
     def _append(self, event: dict[str, object]) -> None:
         if self._file is None:
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 closed with the process
-            if not self._file.tell():
-                self._file.write("[\n")
+            self._file.write("\n" if self._file.tell() else "[\n")  # a full disk may have cut the last line
             self._append({"ph": "M", "name": "process_name", "args": {"name": self._process}})
         common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0}
         self._file.write(json.dumps(common | event) + ",\n")
@@ -175,5 +174,13 @@ def span(name: str, **arguments: object) -> AbstractContextManager[Span]:
 
 def join(paths: list[Path], to: Path) -> None:
     """Writes the spans of the files `paths` to the file `to`, as one JSON array."""
-    lines = [line.rstrip(",") for path in paths for line in path.read_text().splitlines() if line.endswith("},")]
-    to.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    lines = [line.rstrip(",") for path in paths for line in path.read_text().splitlines()]
+    to.write_text("[\n" + ",\n".join(filter(_is_event, lines)) + "\n]\n")
+
+
+def _is_event(line: str) -> bool:
+    """Returns whether a line is an event; others are empty, brackets or cut off."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

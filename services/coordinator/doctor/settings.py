@@ -10,10 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
-from services.common.config.operation import TrackerConfig
+from services.common.config.operation import ObservabilityConfig, TrackerConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.errors import LockstepError, PreconditionFailed
+from services.common.errors import InvalidInput, LockstepError, PreconditionFailed
 from services.common.families.architecture import read_content
 from services.common.families.supported import rope_kinds, text_of
 from services.common.memory import MEMINFO, host_memory
@@ -22,6 +22,7 @@ from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
 from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
+from services.coordinator.observe.reporters import make_metrics, open_otel
 from services.coordinator.observe.trackers import without_store
 from services.coordinator.planning.memory import rank_memory
 from services.coordinator.planning.plan import planned_model
@@ -45,6 +46,7 @@ def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Findin
         yield check_float8(keys)
     if functions := _functions(config, addresses):
         yield check_functions(functions)
+    yield from check_observability(config.observability)
     yield from map(check_tracker, config.observability.trackers)
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
@@ -71,6 +73,20 @@ def check_functions(functions: Mapping[str, Function]) -> Finding:
         fix = "run in the directory that has the module, or install it where trainer and coordinator run"
         return Finding("functions", why, Verdict.FAIL, fix_of(why, fix, "import_path and kwargs"))
     return Finding("functions", f"imported {', '.join(path for path, _, _ in functions.values())}")
+
+
+def check_observability(settings: ObservabilityConfig) -> Iterator[Finding]:
+    """Checks where metrics are served and spans are sent, without a listener or a call."""
+    fix = "correct it, or leave it out"
+    try:
+        if settings.metrics_address:
+            make_metrics(settings)
+            yield Finding("metrics", settings.metrics_address)
+        if otel := open_otel(settings):
+            otel.close()
+            yield Finding("spans", settings.otel_endpoint)
+    except InvalidInput as error:
+        yield Finding("observability", error.message, Verdict.FAIL, fix)
 
 
 def check_tracker(tracker: TrackerConfig) -> Finding:

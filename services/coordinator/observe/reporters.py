@@ -16,6 +16,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.common.config.load import AnyConfig
+from services.common.config.operation import ObservabilityConfig
 from services.common.files.storage import writing
 from services.common.rpc.metrics_server import Metrics, Page
 from services.common.rpc.server import SECONDS, incarnation
@@ -218,9 +219,7 @@ class RunTrace(Reporter):
     def __init__(self, run: Run[AnyConfig]):
         config, self._run_dir = run.config, run.config.run_dir if run.config.trace else None
         path = trace_path(self._run_dir, "coordinator") if self._run_dir else ""
-        endpoint, field = config.observability.otel_endpoint, "observability.otel_endpoint"
-        otel = Otel(endpoint, "lockstep-coordinator", incarnation(), field=field) if endpoint else None
-        self._trace = run.clock.trace = Trace(path, "coordinator", otel)
+        self._trace = run.clock.trace = Trace(path, "coordinator", open_otel(config.observability))
 
     def close(self) -> None:
         self._trace.close()
@@ -240,13 +239,32 @@ def watchers(run: Run[AnyConfig]) -> list[Reporter]:
     return created
 
 
+def make_metrics(settings: ObservabilityConfig) -> Metrics:
+    """Returns the coordinator's metrics, whose page is not served yet.
+
+    Raises:
+        InvalidInput: Other hosts could reach the address, or it is none.
+    """
+    consent = "set observability.metrics_insecure=true"
+    page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)
+    return Metrics("coordinator", page)
+
+
+def open_otel(settings: ObservabilityConfig) -> Otel | None:
+    """Returns what sends the coordinator's spans, if they are to be sent.
+
+    Raises:
+        InvalidInput: The endpoint is no URL, or an extra is not installed.
+    """
+    endpoint, field = settings.otel_endpoint, "observability.otel_endpoint"
+    return Otel(endpoint, "lockstep-coordinator", incarnation(), field=field) if endpoint else None
+
+
 def _open(run: Run[AnyConfig]) -> Iterator[Reporter]:
     settings = run.config.observability
     if run.config.trace or settings.otel_endpoint:
         yield RunTrace(run)
     if settings.metrics_address:
-        consent = "set observability.metrics_insecure=true"
-        page = Page(settings.metrics_address, settings.metrics_insecure, "observability.metrics_address", consent)
-        yield Prometheus(Metrics("coordinator", page), run.run_id)
+        yield Prometheus(make_metrics(settings), run.run_id)
     for tracker in settings.trackers:
         yield open_tracker(tracker, run)

@@ -29,6 +29,20 @@ def test_spans_of_two_processes_in_one_file(tmp_path: Path) -> None:
     assert next(e for e in events if e["name"] == "Train")["args"] == {"version": 3}
 
 
+def test_a_line_that_a_full_disk_cut_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for name in ("lost", "kept"):
+        trace = Trace(path, "a")
+        with trace.span(name, sizes={"x": 1}):
+            pass
+        trace.close()
+        if name == "lost":
+            path.write_bytes(path.read_bytes()[:-20])
+    join([path], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["name"] for event in events if event["ph"] != "M"] == ["lost", "kept", "kept"]  # each begins and ends
+
+
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with Trace("", "").span("x"):

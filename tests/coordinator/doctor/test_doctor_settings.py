@@ -151,6 +151,21 @@ def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert memory(0, 0) == []
 
 
+@pytest.mark.parametrize(
+    ("observability", "results"),
+    [
+        ({"metrics_address": "127.0.0.1:9100", "otel_endpoint": "http://collector:4317"}, [OK, OK]),
+        ({"metrics_address": "0.0.0.0:9100"}, [FAIL]),
+        ({"metrics_address": "nohost"}, [FAIL]),
+        ({"otel_endpoint": "collector"}, [FAIL]),
+    ],
+)
+def test_addresses_of_metrics_and_spans_are_checked(observability: dict[str, str], results: list) -> None:
+    config = config_with(observability=observability)
+    findings = settings.examine_settings(config, Addresses(("r",), ("s",), "t"))
+    assert [one.verdict for one in findings if one.check in ("metrics", "spans", "observability")] == results
+
+
 def test_trackers_are_imported_and_w_and_b_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(**tracker: str) -> Finding:
         config = config_with(observability={"trackers": [tracker]})
