@@ -38,11 +38,14 @@ def published(directory: Path) -> dict[int, set[str]]:
     return {version: {json.loads(body)["digest"] for other, body in rows if other == version} for version, _ in rows}
 
 
-def placed(workspace: Path, placement: str, lent: Sequence[str]) -> Path:
+SIDE_BY_SIDE = ("rollout.engine.enable_sleep_mode=false", "rollout.engine.gpu_memory_utilization=0.4")
+
+
+def placed(workspace: Path, placement: str, lent: Sequence[str], *overrides: str) -> Path:
     """Returns the directory of a finished run with this placement, whose workspace is `workspace`."""
-    with LockstepRun(workspace, f"placement={placement}", *lent) as run:
+    with LockstepRun(workspace, f"placement={placement}", *overrides, *lent) as run:
         assert run.wait() == 0, run.output
-        assert ("the engines sleep" in run.log) == (placement == "colocated")
+        assert ("the engines sleep" in run.log) == (placement == "colocated" and not overrides)
     return workspace
 
 
@@ -60,13 +63,16 @@ def require_equal(workspace: Path, other: Path, num_steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_placement_changes_no_bit(tmp_path: Path, undisturbed: Path, lent: Sequence[str]) -> None:
+@pytest.mark.parametrize("overrides", [(), SIDE_BY_SIDE], ids=["in turns", "side by side"])
+def test_placement_changes_no_bit(
+    tmp_path: Path, undisturbed: Path, lent: Sequence[str], overrides: Sequence[str]
+) -> None:
     """Compares two FSDP ranks and two replicas that share GPUs with those of a run that nothing disturbs.
 
     Checkpoints are saved while the engines sleep, after which the same weights are published again.
     """
     workspace = make_workspace(tmp_path, model=str(tmp_path / "model"))
-    require_equal(placed(workspace, "colocated", lent), undisturbed, NUM_STEPS)
+    require_equal(placed(workspace, "colocated", lent, *overrides), undisturbed, NUM_STEPS)
 
 
 @pytest.mark.long

@@ -133,6 +133,30 @@ def _types(*annotations: object) -> set[object]:
     return types
 
 
+class AnyRun(Strict):
+    """The keys that all kinds of runs have."""
+
+    name: str = Field(default="run", pattern=NAME)
+    """Name of the run, and of its directory in runs_dir."""
+    runs_dir: Annotated[Path, AT_HOME] = Field(default=Path("runs"), validate_default=False)  # JSON has no Path
+    """Directory that holds the directories of all runs."""
+    model: Annotated[str, AT_HOME]
+    """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
+    trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
+    resume: Annotated[str, AT_HOME] = "auto"
+    """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
+    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
+    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
+    back to the same one again, resume with auto in between."""
+    trace: bool = False
+    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
+    that this command started."""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+
 def require_read(section: Strict, kind: str, kinds_of: Mapping[str, Collection[str]]) -> None:
     """Raises ValueError if a key is set that `kind` does not read; all kinds read the keys that are not listed."""
     for key, kinds in kinds_of.items():

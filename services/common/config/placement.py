@@ -32,20 +32,21 @@ def check_placement(trainer: TrainerConfig, rollout: RolloutConfig, deployments:
                 f"{name}.deployment own needs GPUs of its own, but placement colocated has only those that trainer and "
                 f"engines share: set {name}.deployment shared, or placement disaggregated"
             )
-    if trainer.lag.versions:
+    if rollout.can_sleep and trainer.lag.versions:
         raise ValueError(
             f"trainer.lag.versions {trainer.lag.versions} lets trainer and engines work at the same time, which "
-            "they cannot with placement colocated: set trainer.lag.versions 0, or placement disaggregated"
+            "they cannot with placement colocated: set trainer.lag.versions 0, placement disaggregated, or, if both "
+            "fit on the GPU, rollout.engine.enable_sleep_mode false"
         )
     if rollout.discovery:
         raise ValueError(
             "rollout.discovery lets replicas come and go, but with placement colocated each shares GPUs with the "
             "trainer's ranks: leave it out, or set placement disaggregated"
         )
-    if rollout.engine.get("enable_sleep_mode") is False:
+    if not rollout.can_sleep and "gpu_memory_utilization" not in rollout.engine:
         raise ValueError(
-            "rollout.engine.enable_sleep_mode false: with placement colocated the engine must free its memory while "
-            "the trainer works; leave it out"
+            "rollout.engine.enable_sleep_mode false: with placement colocated the engine keeps its memory while the "
+            "trainer works; set rollout.engine.gpu_memory_utilization to a share that leaves the trainer enough"
         )
     graphs = trainer.megatron.transformer_config_kwargs
     if on := [key for key in _GRAPHS if graphs.get(key, "none") not in (False, None, "none")]:

@@ -295,6 +295,11 @@ class RolloutConfig(Strict):
                 "speculation out, or set sampling.top_p to 1, top_k to 0 and min_p to 0"
             )
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether an engine that shares a GPU frees its memory while the trainer works."""
+        return self.engine.get("enable_sleep_mode") is not False
+
     @field_validator("engine")
     @classmethod
     def _known_arguments(cls, engine: Table) -> Table:

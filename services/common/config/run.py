@@ -1,13 +1,11 @@
 """Defines the config of a run. Each service reads its own section; the coordinator reads all of it."""
 
 import difflib
-from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig, SelectionConfig
-from services.common.config.base import AT_HOME, NAME, Strict, nearest_multiples
+from services.common.config.base import AnyRun, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import REWARDLESS, EnvironmentConfig, check_agent, check_collected
 from services.common.config.evaluation import EvaluationConfig, check_held_out
@@ -25,30 +23,6 @@ from services.common.config.trainer import (
     TrainerConfig,
     require_used,
 )
-
-
-class AnyRun(Strict):
-    """The keys that all kinds of runs have."""
-
-    name: str = Field(default="run", pattern=NAME)
-    """Name of the run, and of its directory in runs_dir."""
-    runs_dir: Annotated[Path, AT_HOME] = Field(default=Path("runs"), validate_default=False)  # JSON has no Path
-    """Directory that holds the directories of all runs."""
-    model: Annotated[str, AT_HOME]
-    """Path of the starting model on the trainer's host: a directory in Hugging Face format. If `lockstep` starts the
-    trainer, it may also be a model on the Hugging Face Hub: OWNER/NAME or OWNER/NAME@REVISION."""
-    resume: Annotated[str, AT_HOME] = "auto"
-    """auto: resume from the newest verified checkpoint, or start fresh if there is none; must: fail if there is none;
-    never: start fresh, and fail if the run's directory already holds a run; or the path of a checkpoint: the run goes
-    back to it (or begins with it), and the same command resumes from the run's newest checkpoint since then. To go
-    back to the same one again, resume with auto in between."""
-    trace: bool = False
-    """Write trace.json in the run's directory, for Perfetto: spans of the training loop and of every call to a service
-    that this command started."""
-
-    @property
-    def run_dir(self) -> Path:
-        return self.runs_dir / self.name
 
 
 class Config(AnyRun):
@@ -132,6 +106,16 @@ class Config(AnyRun):
         # An agent's rows are limited by the model's length only: its max_tokens are those of a whole episode.
         of_episode = None if self.environment.kind == "agent" else self.environment.max_tokens
         return of_episode or self.rollout.max_model_len - self.data.max_prompt_tokens
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether trainer and engines share GPUs, and hold them one after the other."""
+        return self.placement == "colocated" and self.rollout.can_sleep
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """Whether trainer and engines share GPUs, and each keeps its memory."""
+        return self.placement == "colocated" and not self.rollout.can_sleep
 
     @property
     def bucket_bytes(self) -> int:
@@ -325,7 +309,7 @@ class Config(AnyRun):
                 "trainer.lora.publish adapter: drafted tokens were not verified with adapters in the engine; leave "
                 "rollout.speculation out, or set trainer.lora.publish to merged"
             )
-        if speculation.kind == "eagle3" and self.placement == "colocated":
+        if speculation.kind == "eagle3" and self.takes_turns:
             raise ValueError(
                 "rollout.speculation.kind eagle3: an engine that sleeps drops the weights of the head, which nobody "
                 "publishes again; set kind ngram or suffix, or placement disaggregated"

@@ -4,13 +4,12 @@ from typing import Literal, cast
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import NAME, nearest_multiples
+from services.common.config.base import NAME, AnyRun, nearest_multiples
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation import EvaluationFrequency, check_held_out
 from services.common.config.layout import Layout, check_layout, samples_at_once
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig
 from services.common.config.placement import BUCKET_BYTES, RestartConfig
-from services.common.config.run import AnyRun
 from services.common.config.trainer import TrainerConfig, require_used
 
 

@@ -83,9 +83,9 @@ def orders_by_length(config: Config) -> bool:
 def streams(config: Config) -> bool:
     """Returns whether blocks are sent as soon as they are complete.
 
-    With a lag, the batch is complete before its update; on shared GPUs, the trainer has no memory until it is.
+    With a lag, the batch is complete before its update; where engines sleep, the trainer has no memory until it is.
     """
-    if config.trainer.lag.versions or config.placement == "colocated":
+    if config.trainer.lag.versions or config.takes_turns:
         return False
     return config.trainer.streaming == "auto" and tokens_per_block(config) > 0
 

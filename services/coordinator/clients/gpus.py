@@ -89,8 +89,8 @@ class SharedGpus(OwnGpus):
 
 
 def gpus_of(config: Config) -> OwnGpus:
-    """Returns the GPUs of a run's placement."""
-    return SharedGpus() if config.placement == "colocated" else OwnGpus()
+    """Returns the GPUs of a run. Where trainer and engines fit beside each other, each holds its part of them."""
+    return SharedGpus() if config.takes_turns else OwnGpus()
 
 
 _DEVICES = Path("/dev")

@@ -72,7 +72,7 @@ class Replica:
             model_card=card,
             seed=config.seed,
             adapter_rank=config.trainer.lora.published_rank,
-            can_sleep=config.placement == "colocated",
+            can_sleep=config.takes_turns,
             return_routed_experts=config.wants_routed_experts,
         )
         self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)

@@ -98,6 +98,8 @@ def check_memory(config: Config, gpus: Sequence[Gpu]) -> Finding:
     least = min(gpus, key=lambda gpu: gpu.free_bytes)
     share = int(utilization(config) * least.total_bytes)
     needed = {f"to {phase.name}": phase.total for phase in shown} | {"for an engine": share}
+    if config.is_side_by_side:
+        needed = {"for trainer and engine": share + max(phase.trainer for phase in shown)}
     # The first of the phases that cannot fit at all is named; without one, the largest.
     too_large = (item for item in needed.items() if item[1] > least.total_bytes)
     what, size = next(too_large, max(needed.items(), key=lambda item: item[1]))

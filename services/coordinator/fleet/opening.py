@@ -142,17 +142,18 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     run.reporters.tell(lambda reporter: reporter.watch(rollout))
     try:
-        if config.placement == "colocated":
+        if config.takes_turns:
             await rollout.sleep_if_open(run.run_id)
         opened_version = await trainer.open(run.run_id, run.resume_from)
         # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
         if config.trainer.lag.versions and opened_version != run.first_version:
             await trainer.go_back(run.run_id, run.resume_from)
         opens = [_open(run, trainer, model) for name, model in auxiliary.items() if name in config.models]
-        if config.placement == "colocated":  # engines need the memory that models have while they are opened
+        if config.placement == "colocated":  # an engine counts the memory of its GPU when it starts
             await gather(opens)
-            await trainer.release_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
             opens = []
+        if config.takes_turns:  # engines need the memory that models have while they are opened
+            await trainer.release_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
         if config.placement == "colocated":
             _require_pairs(trainer.opened.num_ranks, rollout)

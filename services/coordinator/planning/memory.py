@@ -346,12 +346,13 @@ class Phase:
 
 def colocated_phases(config: Config, model: Model, ranks: Collection[Memory]) -> list[Phase]:
     """Returns the phases of a step; `ranks` has the memory of each kind of rank, and the largest counts."""
-    weights = max(rank.weights for rank in ranks)
-    engine = engine_weights(config, model)
+    stays, engine = config.is_side_by_side, engine_weights(config, model)
+    kept = max(rank.idle if stays else rank.weights for rank in ranks)
+    trains = max(size for rank in ranks for name, size in rank.phases.items() if name != "publication")
     return [
-        Phase("generate", 0, engine),
-        Phase("train", max(size for rank in ranks for name, size in rank.phases.items() if name != "publication"), 0),
-        Phase("publish", weights + _NUM_BUFFERS * buffer_bytes(config, model), engine),
+        Phase("generate", kept if stays else 0, engine),
+        Phase("train", trains, engine if stays else 0),
+        Phase("publish", kept + _NUM_BUFFERS * buffer_bytes(config, model), engine),
     ]
 
 

@@ -252,10 +252,11 @@ def _shared(config: Config, model: Model, ranks: Collection[Memory], console: Co
     for phase in phases:
         table.add_row(phase.name, *(f"{part / size:.2f}" for part in (phase.trainer, phase.engine, phase.total)))
     console.print(table)
-    pinned_bytes = host_bytes(ranks)
+    pinned_bytes = 0 if config.is_side_by_side else host_bytes(ranks)
     unit, size = _unit(pinned_bytes)
+    when = "all phases" if config.is_side_by_side else "generate"
     return (
-        f"generate: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
+        f"{when}: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
         f"counted with the trainer. Pinned host memory: {pinned_bytes / size:.2f} {unit} for each of "
         f"{config.trainer.num_ranks} ranks. Not counted: contexts and CUDA graphs of both processes."
     )

@@ -99,7 +99,7 @@ class BlockMaker:
         self._models = {model: samples_at_once(own) for model, own in zip(models, settings, strict=True)}
         self._turns = {model: asyncio.Lock() for model in models}
         # Engines that share GPUs with these models must have generated all groups first.
-        self.starts_at_end = config.placement == "colocated"
+        self.starts_at_end = config.takes_turns
         self.num_wanted, self._lengths = config.data.prompts_per_step, lengths
         self._config, self._orders_by_length = config, orders_by_length(config)
         at_once = -(-max(self._models.values(), default=1) // config.rollout.completions_per_prompt)
