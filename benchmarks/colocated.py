@@ -36,12 +36,7 @@ from services.coordinator.rl import publishing
 from services.coordinator.rl.session import run_session
 
 _CONFIG = "deploy/runs/quickstart.yaml"
-_SHARED = (
-    "placement=colocated",
-    "trainer.num_ranks=1",
-    "rollout.num_replicas=1",
-    "num_steps=8",
-)
+_SHARED = ("placement=colocated", "trainer.num_ranks=1", "rollout.num_replicas=1", "num_steps=8")
 _WARM_UP = 2
 _UNITS = ("[s]", "[GB freed]", "[GB taken]", "[GB free on the GPU]")
 

@@ -47,12 +47,7 @@ _Parsed = tuple[list[Call], int]  # calls, and the position where the search for
 
 
 def find_calls(
-    syntax: str,
-    text: str,
-    arguments: Mapping[str, str],
-    tags: Sequence[str] = THINK,
-    *,
-    is_reasoning: bool = False,
+    syntax: str, text: str, arguments: Mapping[str, str], tags: Sequence[str] = THINK, *, is_reasoning: bool = False
 ) -> list[Call]:
     """Returns the calls of a turn in their order. With syntax qwen3_coder, all arguments are texts.
 

@@ -133,10 +133,7 @@ def sample_of(output: RequestOutput, seed: int, sampling: SamplingParams, shape:
         )
     return Sample(
         Completion(
-            tokens=result.token_ids,
-            logprobs=_logprobs(result),
-            finish_reason=_FINISH[result.finish_reason],
-            seed=seed,
+            tokens=result.token_ids, logprobs=_logprobs(result), finish_reason=_FINISH[result.finish_reason], seed=seed
         ),
         output.prompt_token_ids or (),
         output.num_cached_tokens or 0,

@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 NAME = "lockstep.rollout.v1.RolloutService"
 
-_PARTS: Mapping[int, str] = {
-    rollout_pb2.ENGINE_PART_WEIGHTS: WEIGHTS,
-    rollout_pb2.ENGINE_PART_KV_CACHE: KV_CACHE,
-}
+_PARTS: Mapping[int, str] = {rollout_pb2.ENGINE_PART_WEIGHTS: WEIGHTS, rollout_pb2.ENGINE_PART_KV_CACHE: KV_CACHE}
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

@@ -103,8 +103,7 @@ def without_excluded(sites: Mapping[str, list[str]], lora: LoraConfig) -> dict[s
     left = {name: tensors for name, tensors in sites.items() if name not in excluded}
     if not left:
         raise _refusal(
-            "trainer.lora",
-            "every target module of the model is excluded, or it has none, so there is nothing to train",
+            "trainer.lora", "every target module of the model is excluded, or it has none, so there is nothing to train"
         )
     return left
 

@@ -274,10 +274,7 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-_PARTS: Mapping[int, Part] = {
-    pb.MODEL_PART_OPTIMIZER: Part.OPTIMIZER,
-    pb.MODEL_PART_PARAMETERS: Part.PARAMETERS,
-}
+_PARTS: Mapping[int, Part] = {pb.MODEL_PART_OPTIMIZER: Part.OPTIMIZER, pb.MODEL_PART_PARAMETERS: Part.PARAMETERS}
 Request = pb.ReleaseMemoryRequest | pb.AcquireMemoryRequest
 
 

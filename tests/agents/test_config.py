@@ -10,11 +10,7 @@ from services.common.errors import InvalidInput
 
 _AGENT = "environment={kind: agent, path: 'm:run'}"
 RULES = {
-    "an agent gives no rewards": (
-        [_AGENT, "reward.scorers=[]"],
-        ["reward.scorers", "at least one"],
-        [_AGENT],
-    ),
+    "an agent gives no rewards": ([_AGENT, "reward.scorers=[]"], ["reward.scorers", "at least one"], [_AGENT]),
     "segments have no ratio of a sample": (
         [_AGENT, "trainer.loss.kind=gspo"],
         ["trainer.loss.kind gspo", "segments"],

@@ -89,11 +89,7 @@ async def test_messages_are_what_anthropics_client_reads_whole_and_as_a_stream()
 
 @pytest.mark.parametrize(
     ("reason", "stop", "expected"),
-    [
-        ("stop", "", ("end_turn", None)),
-        ("length", "", ("max_tokens", None)),
-        ("stop", "END", ("stop_sequence", "END")),
-    ],
+    [("stop", "", ("end_turn", None)), ("length", "", ("max_tokens", None)), ("stop", "END", ("stop_sequence", "END"))],
 )
 async def test_an_answer_of_messages_says_why_it_has_ended(reason: str, stop: str, expected: tuple[str, str | None]):
     async with claude(says({"content": ""}, reason, stop_sequence=stop)) as client:

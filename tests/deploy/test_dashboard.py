@@ -19,12 +19,7 @@ SAMPLES = {sample: metric for metric in METRICS.values() for sample in metric.sa
 # These are vLLM's own metrics. tests/rollout/test_metrics.py reads them from a replica.
 FOREIGN = {"vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"}
 # Every process has these metrics. They help if something is wrong with it, but are not worth a panel.
-NOT_SHOWN = {
-    "process_virtual_memory_bytes",
-    "process_start_time_seconds",
-    "process_open_fds",
-    "process_max_fds",
-}
+NOT_SHOWN = {"process_virtual_memory_bytes", "process_start_time_seconds", "process_open_fds", "process_max_fds"}
 
 _FUNCTIONS = {"rate", "sum", "histogram_quantile", "label_values"}
 # Labels that come from the scrape configuration, and the one that the buckets of every histogram have.

@@ -106,10 +106,7 @@ def test_prometheus_reads_the_same_of_the_services(workspace: Path):
 
 def test_the_newest_checkpoints_and_the_model_are_kept(workspace: Path):
     directory = workspace / "runs" / "run"
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
-        "step-000002",
-        "step-000004",
-    ]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     trained = AutoModelForCausalLM.from_pretrained(directory / "model")
     before = AutoModelForCausalLM.from_pretrained(workspace / "model")
     changed = [not a.equal(b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]

@@ -16,15 +16,7 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.rpc.client import Client
-from tests.e2e.lockstep_command import (
-    NUM_STEPS,
-    Lent,
-    LockstepRun,
-    make_workspace,
-    numbers,
-    running_services,
-    weights,
-)
+from tests.e2e.lockstep_command import NUM_STEPS, Lent, LockstepRun, make_workspace, numbers, running_services, weights
 from tests.fault.test_replica_killed import all_idle
 from tests.support import PATIENCE_S, engine_of, free_port
 

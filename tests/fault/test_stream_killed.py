@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.lockstep_command import (
-    LockstepRun,
-    invoke,
-    make_workspace,
-    numbers,
-    running_services,
-    weights,
-)
+from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, running_services, weights
 from tests.fault.test_services_survive import trainer_version
 from tests.support import PATIENCE_S, free_port
 

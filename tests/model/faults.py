@@ -4,18 +4,7 @@ from collections.abc import Iterator
 
 from tests.model.coordinator import attempt_failed, drawing, ended, moved, must_draw, synced
 from tests.model.services import broadcast
-from tests.model.state import (
-    CORRUPT,
-    Batch,
-    Replica,
-    Request,
-    Rules,
-    Trainer,
-    Weights,
-    World,
-    is_pending,
-    with_replica,
-)
+from tests.model.state import CORRUPT, Batch, Replica, Request, Rules, Trainer, Weights, World, is_pending, with_replica
 
 
 def is_running(w: World, rules: Rules) -> bool:

@@ -161,10 +161,7 @@ class Stack:
     async def open(self, model: Path, trainer_config: dict[str, object], **needs: Any) -> None:
         self.run_id = f"stack-{next(_run_numbers)}"
         request = trainer_pb2.OpenRunRequest(
-            run_id=self.run_id,
-            config_json=json.dumps(trainer_config),
-            model_path=str(model),
-            bucket_bytes=BUCKET_BYTES,
+            run_id=self.run_id, config_json=json.dumps(trainer_config), model_path=str(model), bucket_bytes=BUCKET_BYTES
         )
         self.opened, *_ = await asyncio.gather(
             self.trainer.call(TrainerService.OpenRun, request, timeout_s=1200, wait_for_ready=True),

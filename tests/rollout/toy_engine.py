@@ -222,11 +222,7 @@ class Wire:
     """
 
     def __init__(
-        self,
-        flats: Iterable[torch.Tensor],
-        breaks_after: int | None,
-        buffers: list[torch.Tensor],
-        agrees: bool = False,
+        self, flats: Iterable[torch.Tensor], breaks_after: int | None, buffers: list[torch.Tensor], agrees: bool = False
     ):
         self._flats, self._left, self._agrees = iter(flats), breaks_after, agrees
         self._buffers = buffers

@@ -98,15 +98,7 @@ PAIRS = [
     ("lora-tp2", "lora-pp2"),
     ("dp2-bf16", "dp2-plain-bf16"),
 ]
-SAME = [
-    "tp2",
-    "tp2-offload",
-    "dp2-plain-bf16",
-    "dp2-buckets",
-    "deep-vpp2",
-    "moe-ep2-etp2",
-    "lora-tp2-dropout",
-]
+SAME = ["tp2", "tp2-offload", "dp2-plain-bf16", "dp2-buckets", "deep-vpp2", "moe-ep2-etp2", "lora-tp2-dropout"]
 STAGED = ["dp2-async", "dp2-plain-async", "dp2-buckets-async"]
 REFUSED = [
     ("dp2-buckets", "tp2-buckets"),

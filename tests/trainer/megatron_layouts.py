@@ -208,12 +208,7 @@ FAMILY_LAYOUTS = {
     "qwen2_moe-tp2-ep2": Layout("qwen2_moe", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1),
     # Beside a dense layer, one of experts with latent attention computes with experts that it is given.
     "deepseek_v3-routed": Layout(
-        "deepseek_v3",
-        2,
-        TP | EP | {"expert_tensor_parallel_size": 1},
-        SMALL,
-        num_updates=1,
-        has_routed_experts=True,
+        "deepseek_v3", 2, TP | EP | {"expert_tensor_parallel_size": 1}, SMALL, num_updates=1, has_routed_experts=True
     ),
     # One of the four ranks' two stages has a dense layer only.
     "deepseek_v3-tp2-ep2-etp2": Layout("deepseek_v3", 4, TP | EP, SMALL, num_updates=1),

@@ -15,13 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.batches import batch as batches
 from services.common.batches.blocks import content_sha256
-from services.common.errors import (
-    Aborted,
-    InvalidInput,
-    LockstepError,
-    PreconditionFailed,
-    Reason,
-)
+from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
 from tests.support import raises
 from tests.trainer import plain_grpo
 from tests.trainer.deployment import Deployment, as_stream, block_messages
@@ -376,10 +370,7 @@ async def test_no_run_no_answer(deployment: Deployment) -> None:
 
 async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deployment) -> None:
     request = pb.OpenRunRequest(
-        run_id="again",
-        config_json="{}",
-        model_path=str(trainer.models / "untied"),
-        bucket_bytes=1 << 16,
+        run_id="again", config_json="{}", model_path=str(trainer.models / "untied"), bucket_bytes=1 << 16
     )
     trainer.opened = await trainer.call(TrainerService.OpenRun, request)
     await trainer.publish()

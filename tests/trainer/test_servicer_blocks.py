@@ -13,14 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.batches.blocks import BlockCutter, blocks_of
-from services.common.errors import (
-    Aborted,
-    DataLoss,
-    InvalidInput,
-    LockstepError,
-    PreconditionFailed,
-    Reason,
-)
+from services.common.errors import Aborted, DataLoss, InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch, raises
 from tests.trainer.deployment import Deployment, as_stream, block_messages
@@ -30,11 +23,7 @@ from tests.trainer.test_servicer import changed, of_other_content, with_row
 BACKENDS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "Megatron": {"strategy": "megatron", "num_ranks": 2},
-    "Megatron, pipeline": {
-        "strategy": "megatron",
-        "num_ranks": 2,
-        "megatron": {"pipeline_model_parallel_size": 2},
-    },
+    "Megatron, pipeline": {"strategy": "megatron", "num_ranks": 2, "megatron": {"pipeline_model_parallel_size": 2}},
 }
 Messages = list[pb.TrainRequest]
 

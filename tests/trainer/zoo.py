@@ -208,10 +208,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
         "glm_moe_dsa",
         _sizes("head_dim", **_LATENT, **_GLM, **_SPARSE, mlp_layer_types=_DENSE_FIRST, indexer_types=["full"] * 4),
     ),
-    "gpt_oss": (
-        "gpt_oss",
-        _sizes(**_GEMMA, num_local_experts=8, num_experts_per_tok=2, rope_parameters=_GPT_OSS_ROPE),
-    ),
+    "gpt_oss": ("gpt_oss", _sizes(**_GEMMA, num_local_experts=8, num_experts_per_tok=2, rope_parameters=_GPT_OSS_ROPE)),
     "granite": ("granite", _sizes("head_dim", **_GRANITE, logits_scaling=8.0)),
     "granite_noscale": ("granite", _sizes("head_dim", **_GRANITE, logits_scaling=1.0)),
     "granitemoehybrid": ("granitemoehybrid", _sizes("head_dim", **_GRANITE | _HYBRID, logits_scaling=8.0)),
@@ -274,10 +271,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
             mlp_layer_types=_DENSE_FIRST,
         ),
     ),
-    "minicpm3": (
-        "minicpm3",
-        _sizes("head_dim", **_LATENT, dim_model_base=32, scale_emb=12, scale_depth=1.4),
-    ),
+    "minicpm3": ("minicpm3", _sizes("head_dim", **_LATENT, dim_model_base=32, scale_emb=12, scale_depth=1.4)),
     "minimax_m2": ("minimax_m2", _sizes(num_local_experts=8, num_experts_per_tok=2, intermediate_size=32)),
     "ministral": ("ministral", _sizes(**_GEMMA)),
     "ministral3": ("ministral3", _sizes(rope_parameters=_MINISTRAL_ROPE)),
@@ -309,10 +303,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("olmo2", _sizes("head_dim")),
     "olmo3": ("olmo3", _sizes("head_dim", **_GEMMA)),
-    "olmo_hybrid": (
-        "olmo_hybrid",
-        _sizes("head_dim", **_DELTA | {"linear_num_key_heads": 4}, num_key_value_heads=4),
-    ),
+    "olmo_hybrid": ("olmo_hybrid", _sizes("head_dim", **_DELTA | {"linear_num_key_heads": 4}, num_key_value_heads=4)),
     "phi3": ("phi3", _sizes("head_dim", sliding_window=None)),
     "phi3_window": ("phi3", _sizes("head_dim", sliding_window=WINDOW)),
     "qwen2": ("qwen2", _sizes("head_dim", tie_word_embeddings=True)),
@@ -323,10 +314,7 @@ ZOO: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _QWEN_VISION | {"fullatt_block_indexes": [0], "window_size": 16},
         },
     ),
-    "qwen2_window": (
-        "qwen2",
-        _sizes("head_dim", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
-    ),
+    "qwen2_window": ("qwen2", _sizes("head_dim", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)),
     "qwen3": ("qwen3", _sizes(tie_word_embeddings=True)),
     "qwen3_5": ("qwen3_5", {"text_config": _sizes(**_DELTA), "vision_config": _QWEN_VISION}),
     "qwen3_5_moe": (

@@ -189,10 +189,7 @@ def shared_expert(name: str) -> tuple[Weight, ...]:
     return (
         replace(GATE_UP, parameter="mlp.shared_experts.linear_fc1.weight", tensors=gate_up, rows=(width, width)),
         replace(
-            DOWN,
-            parameter="mlp.shared_experts.linear_fc2.weight",
-            tensors=(f"{name}.down_proj.weight",),
-            columns=width,
+            DOWN, parameter="mlp.shared_experts.linear_fc2.weight", tensors=(f"{name}.down_proj.weight",), columns=width
         ),
     )
 

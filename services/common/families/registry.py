@@ -183,9 +183,7 @@ DEEPSEEK_V3 = Family(
 _KNOWN = (
     # Llama 1 to 3 (arXiv 2302.13971, 2407.21783).
     Family(
-        "llama",
-        kinds={"dense": (*ATTENTION, *OPTIONAL_BIASES, *DENSE_MLP, *NORMS)},
-        flags={"attention_bias": False},
+        "llama", kinds={"dense": (*ATTENTION, *OPTIONAL_BIASES, *DENSE_MLP, *NORMS)}, flags={"attention_bias": False}
     ),
     # Mistral (arXiv 2310.06825); Megatron computes only the models without a sliding window.
     Family("mistral", kinds={"dense": (*ATTENTION, *DENSE_MLP, *NORMS)}),
@@ -288,11 +286,7 @@ _KNOWN = (
             (*experts(), *shared_expert("mlp.shared_expert"), SHARED_EXPERT_GATE),
         ),
         is_dense=is_between_steps,
-        keys={
-            **DENSE_KEYS,
-            **EXPERT_KEYS,
-            "shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
-        },
+        keys={**DENSE_KEYS, **EXPERT_KEYS, "shared_expert_intermediate_size": ("shared_expert_intermediate_size",)},
         flags={"qkv_bias": True},
     ),
     # The dense Qwen3 models (arXiv 2505.09388).

@@ -30,11 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_loopback(
-    host: str,
-    *,
-    insecure: bool,
-    field: str = "--listen",
-    consent: str = "pass --tls with a certificate, or --insecure",
+    host: str, *, insecure: bool, field: str = "--listen", consent: str = "pass --tls with a certificate, or --insecure"
 ) -> None:
     """Refuses a plaintext listener that other hosts can reach, unless `insecure` allows it."""
     if not insecure and not is_loopback(host):

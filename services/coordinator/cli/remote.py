@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 _console = literal_console()
 _At = Annotated[
-    str,
-    typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon."),
+    str, typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon.")
 ]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -189,9 +189,7 @@ class Reward:
                 request.candidates.add(finish_reason=completion.finish_reason, **of_agent)
                 continue
             request.candidates.add(
-                text=text,
-                num_tokens=num_sampled(completion, episode),
-                finish_reason=completion.finish_reason,
+                text=text, num_tokens=num_sampled(completion, episode), finish_reason=completion.finish_reason
             )
         return request
 

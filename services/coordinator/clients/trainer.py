@@ -128,11 +128,7 @@ _ROLES: Mapping[str, tuple[pb.Role, Mapping[str, str], Sequence[str]]] = {
     "trainer": (pb.ROLE_POLICY, {"logprobs": "old_logprobs"}, ()),
     "reference": (pb.ROLE_REFERENCE, {"logprobs": "ref_logprobs"}, ("routed_experts",)),
     "critic": (pb.ROLE_CRITIC, {"values": "values"}, ("routed_experts", "sampling_mask", "teacher_top_k")),
-    "teacher": (
-        pb.ROLE_TEACHER,
-        {"logprobs": "teacher_logprobs", "top_k": "teacher_top_k"},
-        ("routed_experts",),
-    ),
+    "teacher": (pb.ROLE_TEACHER, {"logprobs": "teacher_logprobs", "top_k": "teacher_top_k"}, ("routed_experts",)),
 }
 
 

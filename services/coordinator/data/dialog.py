@@ -7,12 +7,7 @@ from functools import cached_property
 
 from lockstep.reward.v1.environment_pb2 import Message
 
-from services.common.config.environment import (
-    AgentEnvironmentConfig,
-    BaseEnvironmentConfig,
-    ReasoningTags,
-    ToolSyntax,
-)
+from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig, ReasoningTags, ToolSyntax
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
 from services.common.tool_syntax import CALL_TAGS

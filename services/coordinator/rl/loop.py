@@ -38,7 +38,8 @@ async def train(run: Run, context: LoopContext) -> None:
 
     while goes_on(run, context):
         async with task_group() as tasks:
-            sampled.append(tasks.create_task(sample(run, context, stamp, run.version + lag, tasks)))
+            sampling = sample(run, context, stamp, run.version + lag, tasks)
+            sampled.append(tasks.create_task(sampling))
             batch = await sampled.popleft()
             version, trained = await commit(run, context, batch, stamp)
         with run.phase(Phase.PUBLISHING):

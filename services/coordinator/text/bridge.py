@@ -325,11 +325,7 @@ def _check_conversation(bridge: Bridge, first: Sequence[Message], order: Sequenc
 
 
 def _compare(
-    bridge: Bridge,
-    first: Sequence[Message],
-    turns: Sequence[Message],
-    replies: Sequence[Sequence[Message]],
-    whole: str,
+    bridge: Bridge, first: Sequence[Message], turns: Sequence[Message], replies: Sequence[Sequence[Message]], whole: str
 ) -> None:
     rest = _remove(bridge.render(first), whole)
     for turn, reply in zip(turns, replies, strict=True):

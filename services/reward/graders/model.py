@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from services.reward.errors import FailureReason, ScoringError
 

@@ -9,13 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from services.common.compat.versions import require_version
 

@@ -39,12 +39,7 @@ class Publication:
 
 
 def send(
-    group: SendingMember,
-    plan: Plan,
-    weights: Items | Iterable[Items],
-    *,
-    version: int,
-    base_sums: Sums | None = None,
+    group: SendingMember, plan: Plan, weights: Items | Iterable[Items], *, version: int, base_sums: Sums | None = None
 ) -> Publication:
     """Broadcasts this sender's part of the weights to the group.
 

@@ -335,7 +335,4 @@ class Replayed:
         router would have chosen too; nothing if the batch has no routed experts."""
         if not self._num_tokens:
             return {}
-        return {
-            "moe_replayed_tokens": self._num_tokens,
-            "moe_router_agreement": self._num_agreeing / self._num_experts,
-        }
+        return {"moe_replayed_tokens": self._num_tokens, "moe_router_agreement": self._num_agreeing / self._num_experts}

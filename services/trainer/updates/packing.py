@@ -187,10 +187,7 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
         for start, p, c in zip(cu_seqlens, prompts, completions, strict=False)
     ]
     counts = np.array([len(c) for c in completions])
-    columns = {
-        "behavior_logprobs": _flat(samples, "logprobs"),
-        "loss_mask": np.ones(counts.sum(), np.float32),
-    }
+    columns = {"behavior_logprobs": _flat(samples, "logprobs"), "loss_mask": np.ones(counts.sum(), np.float32)}
     for name in ("loss_mask", "advantages", "ref_logprobs", "values", "returns"):
         if samples[name].null_count == 0:
             columns[name] = _flat(samples, name)

@@ -38,10 +38,7 @@ def test_a_kind_may_be_used_twice_under_two_names():
 @pytest.mark.parametrize(
     ("scorers", "problem"),
     [
-        (
-            [{"kind": "regex"}],
-            "'regex' is none of exact, answer, gsm8k, math, format, length, python, judge, http",
-        ),
+        ([{"kind": "regex"}], "'regex' is none of exact, answer, gsm8k, math, format, length, python, judge, http"),
         ([{"kind": "exact"}, {"kind": "exact"}], "give each scorer a different `name`"),
         ([{"kind": "exact", "weight": float("inf")}], "finite"),
         ([{"kind": "exact", "ignorecase": True}], "ignore_case"),

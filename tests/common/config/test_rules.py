@@ -387,8 +387,7 @@ def test_routes_are_asked_for_where_they_can_be_replayed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "num_steps", "compiles"),
-    [("auto", 49, False), ("auto", 50, True), (True, 1, True), (False, 50, False)],
+    ("value", "num_steps", "compiles"), [("auto", 49, False), ("auto", 50, True), (True, 1, True), (False, 50, False)]
 )
 def test_layers_are_compiled_in_runs_in_which_it_pays(value: object, num_steps: int, compiles: bool) -> None:
     sections = {"trainer": {"fsdp": {"torch_compile": value}}, "rollout": {"torch_compile": value}}

@@ -21,11 +21,7 @@ RULES = {
         ],
         ["advantage.kind=distill", *TEACHER],
     ),
-    "a teacher is of use": (
-        TEACHER,
-        ["nothing else uses one"],
-        [*TEACHER, "advantage.distill_coef=0.5"],
-    ),
+    "a teacher is of use": (TEACHER, ["nothing else uses one"], [*TEACHER, "advantage.distill_coef=0.5"]),
     "a divergence in the loss needs a teacher": (
         ["trainer.loss.distill.coef=0.5"],
         ["trainer.loss.distill.coef need a teacher", "teacher.model"],

@@ -42,11 +42,7 @@ def checked(num_ranks: int, megatron: Mapping[str, Any], **given: Any) -> None:
 # For each rule: a legal layout, illegal ones next to it, each as (ranks, sizes, model, tokens), and the error's words.
 MODEL, TOKENS = "architecture", "max_tokens"
 Case = tuple[int, dict[str, Any], dict[str, Any]]
-HYBRID = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 0.5,
-    "use_precision_aware_optimizer": True,
-}
+HYBRID = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
 STACKED = replace(MOE, model_type="gpt_oss")
 RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
     "world is TP x PP x CP x DP": (

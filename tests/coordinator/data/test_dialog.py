@@ -95,10 +95,7 @@ def test_results_within_a_turn_need_what_stops_the_turn():
 
 @pytest.mark.parametrize(
     ("messages", "text"),
-    [
-        ((), "Go to the door."),
-        ((Message(content=" It is locked."),), "Go to the door. It is locked."),
-    ],
+    [((), "Go to the door."), ((Message(content=" It is locked."),), "Go to the door. It is locked.")],
 )
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 def test_the_first_prompt_has_the_text_that_the_model_reads(kind, messages, text):

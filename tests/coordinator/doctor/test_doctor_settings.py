@@ -104,8 +104,7 @@ def test_the_package_for_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_float8_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     corrected = {"loss": {"correction": {"weight": "token"}}}
     both = config_with(
-        rollout={"precision": "fp8"},
-        trainer={"strategy": "megatron", "megatron": {"fp8": "tensorwise"}, **corrected},
+        rollout={"precision": "fp8"}, trainer={"strategy": "megatron", "megatron": {"fp8": "tensorwise"}, **corrected}
     )
 
     def found(config: Config, given: Addresses) -> list[Finding]:

@@ -72,9 +72,7 @@ async def test_wherever_it_is_killed_the_record_becomes_that_of_an_undisturbed_r
 
 
 @pytest.mark.parametrize(
-    "models",
-    [pytest.param({}, marks=pytest.mark.long), WITH_CRITIC],
-    ids=["policy", "policy and critic"],
+    "models", [pytest.param({}, marks=pytest.mark.long), WITH_CRITIC], ids=["policy", "policy and critic"]
 )
 async def test_it_may_be_killed_again_and_again(models: dict[str, Any], tmp_path: Path, deadline: Deadline):
     async with surviving_services() as services:

@@ -98,11 +98,7 @@ def test_other_columns_and_the_chat_template(characters: Callable, load: Callabl
 def test_of_a_conversation_every_answer_is_trained_on(characters: Callable, load: Callable) -> None:
     data = load(characters(TEMPLATE), [{"messages": TWO_TURNS}], messages_column="messages")
     # 2+2= | 4<eos>, then the template's " 3+3=", then 06<eos>
-    assert parts(data) == (
-        [4, 12, 4, 14],
-        [6, EOS, 15, 5, 12, 5, 14, 2, 8, EOS],
-        [1, 1, 0, 0, 0, 0, 0, 1, 1, 1],
-    )
+    assert parts(data) == ([4, 12, 4, 14], [6, EOS, 15, 5, 12, 5, 14, 2, 8, EOS], [1, 1, 0, 0, 0, 0, 0, 1, 1, 1])
 
 
 def test_of_a_conversation_only_the_last_answer(characters: Callable, load: Callable) -> None:

@@ -40,11 +40,7 @@ def exported(model: Path, directory: Path, data: FilesConfig) -> tuple[Path, Pat
 @pytest.mark.parametrize("own", ["jinja", "key", "list", "disagree"])
 @pytest.mark.parametrize(
     "variables",
-    [
-        {},
-        {"enable_thinking": False},
-        {"style": 'a "%} b', "none_given": None, "more": {"x": [1, True, None, "é"]}},
-    ],
+    [{}, {"enable_thinking": False}, {"style": 'a "%} b', "none_given": None, "more": {"x": [1, True, None, "é"]}}],
 )
 @pytest.mark.parametrize("is_given", [True, False])
 def test_an_export_renders_the_training_prompt(

@@ -53,10 +53,7 @@ async def test_ten_lines_make_an_environment(service):
     assert set(opened.roles) == {"user", "system", "tool"}
     assert texts(await service.reset(seed=7)) == [("user", "Guess my number, from 1 to 3.")]
     answers = [await service.step(turn, str(turn + 1)) for turn in range(2)]
-    assert [(a.reward, a.done, texts(a)) for a in answers] == [
-        (0.0, False, [("user", "higher")]),
-        (1.0, True, []),
-    ]
+    assert [(a.reward, a.done, texts(a)) for a in answers] == [(0.0, False, [("user", "higher")]), (1.0, True, [])]
 
 
 async def test_a_class_says_which_roles_it_sends(service):

@@ -41,8 +41,7 @@ async def test_the_methods_of_an_episode_that_are_not_async_run_in_one_thread_of
 
 
 @pytest.mark.parametrize(
-    ("how", "where"),
-    few_of([("spins", "reset"), ("queries", "step"), ("spins", "close")], ["queries", "spins"], WHERE),
+    ("how", "where"), few_of([("spins", "reset"), ("queries", "step"), ("spins", "close")], ["queries", "spins"], WHERE)
 )
 async def test_a_hang_costs_no_other_episode(service, gone, how, where):
     await begin(service, harmful(how, where), good="good", **({} if where == "reset" else {"bad": "bad"}))
@@ -89,10 +88,7 @@ async def test_of_several_calls_the_one_that_began_last_is_to_be_played_again_al
         assert (reason(other), other.failure.alone) == ("NEIGHBOR", False)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    few_of([("AsyncHarmful", "exits"), ("Harmful", "stalls")], NAMES, ALONE),
-)
+@pytest.mark.parametrize(("name", "how"), few_of([("AsyncHarmful", "exits"), ("Harmful", "stalls")], NAMES, ALONE))
 async def test_an_episode_alone_hurts_nobody_and_its_failure_is_its_own(service, name, how):
     environment = harmful(how) | {"path": f"user_environments:{name}"}
     await begin(service, environment, good="good")

@@ -155,10 +155,7 @@ async def test_without_a_range_every_number_is_a_score(open_run, make_item, fiel
 
 @pytest.mark.parametrize("status", [429, 408, 500, 503])
 async def test_failures_that_may_pass_are_tried_again(open_run, make_item, status):
-    async with (
-        served(in_turn(web.Response(status=status), chat("Score: 1"))) as end,
-        open_run(judge(end.url)) as run,
-    ):
+    async with served(in_turn(web.Response(status=status), chat("Score: 1"))) as end, open_run(judge(end.url)) as run:
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.reward, outcome.failure, len(end.bodies)) == (1.0, None, 2)
 
@@ -191,10 +188,7 @@ async def test_the_last_failure_is_the_answer_when_retries_are_used_up(open_run,
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
     assert "status 503: overloaded" in outcome.failure.detail
-    async with (
-        served(in_turn(None)) as end,
-        open_run(judge(end.url, max_retries=1, request_timeout_s=0.1)) as run,
-    ):
+    async with served(in_turn(None)) as end, open_run(judge(end.url, max_retries=1, request_timeout_s=0.1)) as run:
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(pauses)) == (FailureReason.TIMEOUT, 2)
     assert "no answer within 0.1 s" in outcome.failure.detail
@@ -277,10 +271,7 @@ async def test_the_key_is_sent_and_seen_nowhere_else(open_run, make_item, tmp_pa
     (tmp_path / "key").write_text(f"{key}\n")
     replies = web.Response(status=500, text=f"odd key {key}"), web.Response(status=401, text=f"wrong key {key}")
     caplog.set_level(logging.DEBUG)
-    async with (
-        served(in_turn(*replies)) as end,
-        open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run,
-    ):
+    async with served(in_turn(*replies)) as end, open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run:
         (outcome,) = await run.score([make_item("a")])
         described = run.scorer
     assert [headers["Authorization"] for headers in end.headers] == [f"Bearer {key}"] * 2

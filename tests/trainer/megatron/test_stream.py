@@ -141,8 +141,7 @@ class Rank:
         parameters = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
         places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
         parallelism = SimpleNamespace(
-            is_holder=lambda tensor, is_expert: True,
-            shard_index=lambda tensor, is_expert: (places[id(tensor)], 0),
+            is_holder=lambda tensor, is_expert: True, shard_index=lambda tensor, is_expert: (places[id(tensor)], 0)
         )
         self.stream = WeightStream(parameters, lambda name: part(layout, int(name[1:])), parallelism, CPU)
 

@@ -76,9 +76,7 @@ async def test_a_method_that_is_not_declared_is_not_called(crew: Crew) -> None:
             await crew.ranks.call(FakeWorker.kill_epoch)
 
 
-async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(
-    crew: Crew,
-) -> None:
+async def test_rank_that_hangs_after_anothers_error_ends_the_trainer(crew: Crew) -> None:
     crew.close_gates()
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(InternalError, match=r"\[0\] did not answer after: \w+"):

@@ -44,10 +44,7 @@ def test_the_epoch_ends_for_all_when_one_rank_has_other_weights_than_the_plan() 
     other = sender(1, ("c", torch.ones(4)))
     with ThreadPoolExecutor(3) as pool:
         whole._group, other._group, engine = [joined.result(PATIENCE_S) for joined in join_all(pool, group, range(3))]
-        waiting = [
-            pool.submit(receive, engine, PLAN, 0),
-            pool.submit(whole.send, version=0, skips_base=False),
-        ]
+        waiting = [pool.submit(receive, engine, PLAN, 0), pool.submit(whole.send, version=0, skips_base=False)]
         with pytest.raises(InternalError, match="the plan has b"):
             other.send(version=0, skips_base=False)
         for one in waiting:

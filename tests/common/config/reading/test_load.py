@@ -35,8 +35,7 @@ def test_later_files_and_overrides_win(file: str, tmp_path: Path) -> None:
 
 def test_override_can_hold_any_yaml_value(file: str) -> None:
     config = load(
-        Config,
-        [file, "reward.scorers=[{kind: format, pattern: 'a=b.*'}]", "data.eval={short: x.parquet}", "name=a-b"],
+        Config, [file, "reward.scorers=[{kind: format, pattern: 'a=b.*'}]", "data.eval={short: x.parquet}", "name=a-b"]
     )
     assert config.reward.scorers == (FormatConfig(pattern="a=b.*"),)
     assert config.data.eval == {"short": Path("x.parquet")}

@@ -146,11 +146,7 @@ def test_turns_of_a_group_are_compared_with_one_another():
     # one turn with reward 0.5 returns 0.5: means 0.25 and 0.25, independent of the turns' lengths. Nothing is like the
     # third turn.
     rows = [row(1, 7, loss_mask=[YES, YES, NO, YES, NO, NO, YES]), row(0, 3, loss_mask=[YES, NO, YES]), row(0.5, 2)]
-    assert computed(rows, kind="per_turn", gamma=0.5) == [
-        [0, 0, 0, 0.25, 0, 0, 0],
-        [-0.25, 0, -0.25],
-        [0.25, 0.25],
-    ]
+    assert computed(rows, kind="per_turn", gamma=0.5) == [[0, 0, 0, 0.25, 0, 0, 0], [-0.25, 0, -0.25], [0.25, 0.25]]
     # Adjacent samples whose turns touch: 0.5 and 1, 0.25
     rows = [row(1, 3, loss_mask=[YES, NO, YES]), row(0.25, 3, loss_mask=[YES, NO, NO])]
     assert computed(rows, kind="per_turn", gamma=0.5) == [[0.125, 0, 0], [-0.125, 0, 0]]

@@ -24,9 +24,7 @@ from tests.coordinator.rl.advantages.harness import (
     trained,
     unmasked_batches,
 )
-from tests.coordinator.rl.advantages.harness import (
-    row as sample,
-)
+from tests.coordinator.rl.advantages.harness import row as sample
 
 # Advantages are float32, with a relative rounding error of 2^-24. All other numbers are float64 around 1, or around
 # 1 / eps of that.

@@ -232,9 +232,7 @@ def decisions(config: Config, kind: str) -> list[dict[str, Any]]:
 
 async def test_steps_with_dynamic_sampling_and_what_the_ledger_keeps(tmp_path: Path):
     config = config_of(
-        runs_dir=tmp_path,
-        selection={"dynamic": {"enabled": True}},
-        rollout={"completions_per_prompt": 4},
+        runs_dir=tmp_path, selection={"dynamic": {"enabled": True}}, rollout={"completions_per_prompt": 4}
     )
     async with steps(config, 40, rule) as given:
         chance = random.Random(0)
