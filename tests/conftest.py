@@ -87,3 +87,16 @@ def long_undisturbed(lent_services: "Lent", tmp_path_factory: pytest.TempPathFac
     workspace = tmp_path_factory.mktemp("long-reference")
     reference(workspace, lent_services, num_steps=6)
     return workspace
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Makes this process the only rank of a process group, if no other test has made it one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

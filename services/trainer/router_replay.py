@@ -5,9 +5,11 @@ Suffixes: R rows that a layer computes (tokens, some of them padding), K experts
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from services.common.errors import InternalError
 from services.trainer.compat.torch import is_in_backward
@@ -76,26 +78,33 @@ class LayerReplay:
 
 
 class ModelReplay:
-    """The replay of each layer of a rank's part of a model, in their order."""
+    """The replay of the layers of experts of a rank's part of a model, by their numbers in the whole model."""
 
-    def __init__(self, layers: Sequence[LayerReplay], device: torch.device):
-        self._layers, self._device = layers, device
+    def __init__(self, layers: Mapping[int, LayerReplay], device: torch.device, copies: int = 1):
+        """`copies` is the number of ranks that replay the same rows."""
+        self._layers, self._device, self._copies = layers, device, copies
 
-    def begin(self) -> None:
-        for layer in self._layers:
-            layer.begin()
-
-    def end(self) -> None:
-        """Ends a pass over micro-batches that may have had a backward pass.
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Surrounds passes over micro-batches that may have a backward pass.
 
         Raises:
             InternalError: Only some micro-batches were recomputed.
         """
-        for layer in self._layers:
+        for layer in self._layers.values():
+            layer.begin()
+        yield
+        for layer in self._layers.values():
             layer.end()
 
+    def feed(self, experts_RLK: torch.Tensor | None) -> None:
+        """Sets the experts of the forward pass that follows, of all layers of the model; None lets routers choose."""
+        for number, layer in self._layers.items():
+            layer.feed(None if experts_RLK is None else experts_RLK[:, number])
+
     def counts(self) -> torch.Tensor:
-        """Returns the sums of the layers' counts since `begin`, float64 [2]."""
-        counts = [layer.counts_2 for layer in self._layers if layer.counts_2 is not None]
-        zero_2 = torch.zeros(2, dtype=torch.float64, device=self._device)
-        return torch.stack([zero_2, *counts]).sum(0)
+        """Returns the sums of the layers' counts in the last `passes`, float64 [2], summed over all ranks."""
+        counts = [layer.counts_2 for layer in self._layers.values() if layer.counts_2 is not None]
+        counts_2 = torch.stack([torch.zeros(2, dtype=torch.float64, device=self._device), *counts]).sum(0)
+        dist.all_reduce(counts_2)
+        return counts_2 / self._copies

@@ -7,14 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import services.trainer.compat.megatron  # noqa: F401  before megatron
 
@@ -315,16 +313,6 @@ def test_megatrons_way_to_make_hybrid_moments_moves_the_weights() -> None:
 
 
 # ---- state: sharded tensors
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    if dist.is_initialized():  # by another test of this process
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -10,6 +10,7 @@ from services.trainer.router_replay import NO_EXPERT, LayerReplay, ModelReplay
 OWN = torch.tensor([[0, 1], [2, 3], [1, 3]])
 
 
+@pytest.mark.usefixtures("one_rank")  # counts are summed over ranks
 def test_rows_without_routed_experts_keep_the_routers_choice_and_are_not_counted() -> None:
     layer = LayerReplay()
     layer.begin()
@@ -19,9 +20,9 @@ def test_rows_without_routed_experts_keep_the_routers_choice_and_are_not_counted
     assert layer.choose(OWN) is OWN
     layer.end()
     # Of the first row both experts would have been chosen too, of the second one.
-    assert ModelReplay([layer, LayerReplay()], OWN.device).counts().tolist() == [2.0, 3.0]
+    assert ModelReplay({0: layer, 1: LayerReplay()}, OWN.device).counts().tolist() == [2.0, 3.0]
     layer.begin()
-    assert ModelReplay([layer], OWN.device).counts().tolist() == [0.0, 0.0]
+    assert ModelReplay({0: layer}, OWN.device).counts().tolist() == [0.0, 0.0]
 
 
 def test_routed_experts_of_another_number_of_rows_are_refused() -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,37 +44,17 @@ _State = dict[str, Any]  # as torch.distributed.checkpoint calls it
 _NUM_WRITERS = 4
 
 
-class Replay:
+def make_replay(causal_lm: PreTrainedModel, shape: RoutedExpertsShape, device: torch.device) -> ModelReplay:
     """Makes the layers of experts compute with the routed experts of micro-batches that have them."""
-
-    def __init__(self, causal_lm: PreTrainedModel, shape: RoutedExpertsShape, device: torch.device):
-        known = routers(causal_lm)
-        if len(known) != len(shape.expert_layers):
-            raise InternalError(
-                f"{len(known)} routers are known in a model of {len(shape.expert_layers)} layers of experts"
-            )
-        self._layers = {number: LayerReplay() for number in shape.expert_layers}
-        self._model = ModelReplay(list(self._layers.values()), device)
-        for router, layer in zip(known, self._layers.values(), strict=True):
-            set_choice(router, layer.choose)
-
-    @contextmanager
-    def passes(self) -> Iterator[None]:
-        """Surrounds the passes over the micro-batches of an update."""
-        self._model.begin()
-        yield
-        self._model.end()
-
-    def feed(self, microbatch: Microbatch) -> None:
-        """Sets the routed experts that the next forward pass uses: those of `microbatch`, if it has any."""
-        for number, layer in self._layers.items():
-            layer.feed(None if microbatch.experts_TLK is None else microbatch.experts_TLK[:, number])
-
-    def counts(self) -> torch.Tensor:
-        """Returns what was replayed in the last `passes`, float64 [2], summed over all ranks."""
-        counts_2 = self._model.counts()
-        dist.all_reduce(counts_2)
-        return counts_2
+    known = routers(causal_lm)
+    if len(known) != len(shape.expert_layers):
+        raise InternalError(
+            f"{len(known)} routers are known in a model of {len(shape.expert_layers)} layers of experts"
+        )
+    layers = {number: LayerReplay() for number in shape.expert_layers}
+    for router, layer in zip(known, layers.values(), strict=True):
+        set_choice(router, layer.choose)
+    return ModelReplay(layers, device)
 
 
 class FsdpBackend(Backend):
@@ -102,13 +82,13 @@ class FsdpBackend(Backend):
             groups[OPTIMIZER] = self._state_tensors
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
         self._offloader = Offloader(groups, frozenset(), device)
-        self._replay: Replay | None = None
+        self._replay: ModelReplay | None = None
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
             self._adapters = AdapterStream(self._model.causal_lm, self._stream)
             shape = routed_experts_shape((Path(model_path) / "config.json").read_bytes())
             if shape and config.uses_router_replay:
-                self._replay = Replay(self._model.causal_lm, shape, device)
+                self._replay = make_replay(self._model.causal_lm, shape, device)
 
     @property
     def data_rank(self) -> int:
@@ -232,7 +212,7 @@ class FsdpBackend(Backend):
 
     def _outputs(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         if self._replay:
-            self._replay.feed(microbatch)
+            self._replay.feed(microbatch.experts_TLK)
         return self._model(microbatch, temperature)
 
     def _parameter_tensors(self) -> Iterator[torch.Tensor]:

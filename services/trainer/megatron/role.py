@@ -14,7 +14,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from services.common.config.layout import Layout, gathers_tokens
-from services.common.config.megatron import MegatronConfig
 from services.trainer.compat.megatron.model import set_choice, take_apart
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes
@@ -22,43 +21,6 @@ from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.packing import Microbatch
-
-
-class Replay:
-    """Makes the layers of experts of a rank's chunks compute with the routed experts of micro-batches."""
-
-    def __init__(self, chunks: list[Chunk], tp_group: dist.ProcessGroup, device: torch.device):
-        self._layers: dict[int, dict[int, LayerReplay]] = {}
-        for chunk in chunks:
-            own = self._layers[id(chunk)] = {}
-            for layer in chunk.layers():
-                if isinstance(layer.mlp, MoELayer):
-                    replay = own[layer.layer_number - 1] = LayerReplay()
-                    set_choice(layer, replay.choose)
-        self.model = ModelReplay([replay for layers in self._layers.values() for replay in layers.values()], device)
-        self._is_cut = chunks[0].config.sequence_parallel
-        self._tp_rank, self._tp_size = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-
-    def feed(self, chunk: Chunk, shard: MicrobatchShard) -> None:
-        """Sets the routed experts that the next forward pass of `chunk` uses: those of `shard`, if it has any."""
-        rows_RLK = None
-        if shard.routed_experts is not None:
-            rows_SBLK = shard.routed_experts.transpose(0, 1)  # a router's rows are tokens before sequences
-            rows_RLK = (rows_SBLK.chunk(self._tp_size)[self._tp_rank] if self._is_cut else rows_SBLK).flatten(0, 1)
-        for number, replay in self._layers[id(chunk)].items():
-            replay.feed(None if rows_RLK is None else rows_RLK[:, number])
-
-    def counts(self) -> torch.Tensor:
-        """Returns what was replayed since `model.begin`, float64 [2], summed over all ranks."""
-        counts_2 = self.model.counts()
-        dist.all_reduce(counts_2)
-        return counts_2 if self._is_cut else counts_2 / self._tp_size  # uncut rows are the same on all TP ranks
-
-
-def _ranks_of_sequence(config: MegatronConfig) -> int:
-    """Returns the number of ranks that the tokens of a micro-batch are divided among, with sequence parallelism."""
-    return config.tensor_model_parallel_size * config.context_parallel_size
-
 
 # Takes a micro-batch and the outputs [K, N] at its predictions; returns a value for the schedule to collect.
 Collect = Callable[[MicrobatchShard, torch.Tensor], object]
@@ -69,13 +31,15 @@ class MegatronModel:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, parallelism: Parallelism):
         self.chunks, self.config, self.parallelism = list(chunks), config, parallelism
-        self.replay: Replay | None = None
+        self.replay: ModelReplay | None = None
+        # With sequence parallelism, the tokens of a micro-batch are divided among so many ranks.
+        num_ranks = parallelism.config.tensor_model_parallel_size * parallelism.config.context_parallel_size
         self._cut = Cut(
             cp_size=config.context_parallel_size,
             cp_rank=dist.get_rank(parallelism.cp_group),
             align=Layout.of(parallelism.config, dist.get_world_size()).align,
             is_packed=parallelism.config.packed_sequences,
-            multiple=parallelism.config.rows_multiple * _ranks_of_sequence(parallelism.config),
+            multiple=parallelism.config.rows_multiple * num_ranks,
         )
         self._gathers_tokens = config.num_moe_experts is not None and gathers_tokens(
             parallelism.config, config.moe_router_topk
@@ -93,8 +57,14 @@ class MegatronModel:
         return cut_microbatches(microbatches, self._cut, sizes)
 
     def enable_router_replay(self) -> None:
-        device = next(self.chunks[0].parameters()).device
-        self.replay = Replay(self.bare_chunks(), self.parallelism.tp_group, device)
+        """Makes the layers of experts of this rank's chunks compute with the routed experts of micro-batches."""
+        layers = {}
+        for layer in (layer for chunk in self.bare_chunks() for layer in chunk.layers()):
+            if isinstance(layer.mlp, MoELayer):
+                replay = layers[layer.layer_number - 1] = LayerReplay()
+                set_choice(layer, replay.choose)
+        copies = 1 if self.config.sequence_parallel else self.parallelism.tp_index[1]
+        self.replay = ModelReplay(layers, next(self.chunks[0].parameters()).device, copies)
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the model's outputs [K, N] of each micro-batch, on all pipeline stages, without gradients."""
@@ -157,22 +127,31 @@ class MegatronModel:
             chunk.train(not is_forward_only)
         tokens = shards[0].tokens
         iterators = [iter(shards) for _ in self.chunks]
-        if self.replay:
-            self.replay.model.begin()
-        step = functools.partial(_forward_step, temperature=temperature, collect=collect, replay=self.replay)
-        collected = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(shards),
-            seq_length=tokens.size(1) * self.config.context_parallel_size,
-            micro_batch_size=tokens.size(0),
-            forward_only=is_forward_only,
-            collect_non_loss_data=is_forward_only,
-        )
-        if self.replay:
-            self.replay.model.end()
-        return collected
+        step = functools.partial(_forward_step, temperature=temperature, collect=collect, feed=self._feed)
+        with self.replay.passes() if self.replay else contextlib.nullcontext():
+            return get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(shards),
+                seq_length=tokens.size(1) * self.config.context_parallel_size,
+                micro_batch_size=tokens.size(0),
+                forward_only=is_forward_only,
+                collect_non_loss_data=is_forward_only,
+            )
+
+    def _feed(self, shard: MicrobatchShard) -> None:
+        """Sets the routed experts that the next forward pass uses, if they are replayed: those of `shard`, if any."""
+        if self.replay is None:
+            return
+        rows_RLK = None
+        if shard.routed_experts is not None:
+            rows_SBLK = shard.routed_experts.transpose(0, 1)  # a router's rows are tokens before sequences
+            if self.config.sequence_parallel:
+                rank, size = self.parallelism.tp_index
+                rows_SBLK = rows_SBLK.chunk(size)[rank]
+            rows_RLK = rows_SBLK.flatten(0, 1)
+        self.replay.feed(rows_RLK)
 
     def close(self) -> None:
         """Frees the memory of the chunks and their references to process groups."""
@@ -194,11 +173,10 @@ def _forward_step(
     *,
     temperature: float,
     collect: Collect,
-    replay: Replay | None,
+    feed: Callable[[MicrobatchShard], None],
 ) -> tuple[torch.Tensor, Callable[..., object]]:
     shard = next(shards)
-    if replay:
-        replay.feed(unwrap(chunk), shard)
+    feed(shard)
 
     def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> object:
         return collect(shard, shard.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
