@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from services.common.errors import InternalError, LockstepError
+from services.common.json_values import JsonObject
 from services.common.memory import DeviceState, device_state
 from services.common.weights.buckets import Cost, unpack
 from services.common.weights.digest import WeightDigest
@@ -49,30 +50,6 @@ def _zeros(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
 def adapter_request(path: str, *, load_inplace: bool = False) -> LoRARequest:
     """Returns vLLM's request for the policy's only adapter. `path` matters only for loading it."""
     return LoRARequest("policy", 1, path, load_inplace=load_inplace)
-
-
-class Failed(TypedDict):
-    """The answer of a worker that failed. `absent` is as in WeightGroup's errors, empty if nobody is known to be."""
-
-    error: str
-    absent: str
-
-
-class Joined(TypedDict):
-    """The answer of a worker that has joined the epoch."""
-
-    plan_digest: str
-
-
-class Received(TypedDict):
-    """The answer of a worker that has received a publication. Fields are as in rollout.v1.ReceiveWeightsResponse."""
-
-    digest: str
-    quantized_digest: str
-    num_bytes: int
-    duration_s: float
-    wait_s: float
-    cost: dict[str, float]
 
 
 class WeightReceiver(worker.WorkerExtension):
@@ -127,8 +104,11 @@ class WeightReceiver(worker.WorkerExtension):
         """Begins to record sampling masks. Returns whether this worker can."""
         return record_masks(self)
 
-    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> Joined | Failed:
-        """Joins the epoch; returns the plan's digest as computed here, or the error."""
+    def lockstep_join(self, group: bytes, plan: bytes, base_rank: int) -> JsonObject:
+        """Joins the epoch. Returns the plan's digest as computed here, or the error.
+
+        An error has `absent`, as in WeightGroup's errors, empty if nobody is known to be.
+        """
         self.lockstep_leave()
         try:
             self._lockstep_set_plan(plan)
@@ -139,9 +119,10 @@ class WeightReceiver(worker.WorkerExtension):
             return {"error": error.message, "absent": error.metadata.get("absent", "")}
         return {"plan_digest": self._lockstep_plan.digest}
 
-    def lockstep_receive(self, version: int) -> Received | Failed:
-        """Receives one publication into the live model; returns its digest, or the error.
+    def lockstep_receive(self, version: int) -> JsonObject:
+        """Receives one publication into the live model.
 
+        Returns the fields of rollout.v1.ReceiveWeightsResponse, or the error as `lockstep_join` does.
         Errors are returned, not raised, because vLLM would report the first failing worker only.
         """
         plan, loading, group = self._lockstep_plan, self._lockstep_loading, self._lockstep_group
@@ -170,14 +151,14 @@ class WeightReceiver(worker.WorkerExtension):
             group.kill()
             self.lockstep_leave()
             return {"error": f"{type(error).__name__}: {error}", "absent": ""}
-        return Received(
-            digest=content,
-            quantized_digest=quantized,
-            num_bytes=plan.num_bytes_sent(skips_base=skips_base),
-            duration_s=time.perf_counter() - begin,
-            wait_s=cost.wait_s,
-            cost=cost.measured(),
-        )
+        return {
+            "digest": content,
+            "quantized_digest": quantized,
+            "num_bytes": plan.num_bytes_sent(skips_base=skips_base),
+            "duration_s": time.perf_counter() - begin,
+            "wait_s": cost.wait_s,
+            "cost": cost.measured(),
+        }
 
     def lockstep_leave(self) -> None:
         """Leaves the epoch, if one was joined."""

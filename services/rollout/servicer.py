@@ -183,8 +183,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 answers = await engine.call_workers(WeightReceiver.lockstep_join, group, plan, request.base_rank)
             self._raise_errors(answers)
             self._joined = True
-        digests = [answer["plan_digest"] for answer in answers if "error" not in answer]
-        return rollout_pb2.JoinWeightGroupResponse(plan_digest=digests[0])
+        return rollout_pb2.JoinWeightGroupResponse(plan_digest=answers[0]["plan_digest"])
 
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: Context
