@@ -15,16 +15,6 @@ _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
 _IMPOSSIBLE = -1e20
 
 
-def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the log-ratio. As a value it is unbiased; as a loss it is only noise, for its mean gradient is zero."""
-    return logprobs - ref_logprobs
-
-
-def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns half the squared log-ratio. It is biased, but its mean gradient is that of KL(policy || reference)."""
-    return (logprobs - ref_logprobs).square() / 2
-
-
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Returns ref / policy - 1 - log(ref / policy).
 
@@ -35,12 +25,13 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return (torch.expm1(log_ratio) - log_ratio).clamp(max=_MAX_K3)
 
 
-def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns the absolute log-ratio, a penalty with a bounded gradient. It does not estimate a divergence."""
-    return (logprobs - ref_logprobs).abs()
-
-
-KL_ESTIMATES = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "abs": kl_abs}
+# Each takes the log-probabilities of the policy and of the reference.
+KL_ESTIMATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": lambda p, q: p - q,  # unbiased as a value; as a loss it is only noise, for its mean gradient is zero
+    "k2": lambda p, q: (p - q).square() / 2,  # biased, but its mean gradient is that of KL(policy || reference)
+    "k3": kl_k3,
+    "abs": lambda p, q: (p - q).abs(),  # a penalty with a bounded gradient; it does not estimate a divergence
+}
 
 
 def correction(tokens: Tokens, config: CorrectionConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
