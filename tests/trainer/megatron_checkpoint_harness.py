@@ -23,7 +23,6 @@ import torch.distributed as dist
 from services.common.errors import LockstepError
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.megatron import checkpoint as megatron_checkpoint
-from services.trainer.megatron import model as megatron_model
 from services.trainer.megatron import optimizer as megatron_optimizer
 from services.trainer.megatron import torch_dist
 from tests.support import PATIENCE_S, descendants
@@ -65,7 +64,6 @@ LAYOUTS = {
     "deep-vpp2": Layout("deep", 2, PP | VPP, SMALL),
     "moe-1": Layout("moe", 1, {}, SMALL),
     "moe-ep2": Layout("moe", 2, EP, SMALL),
-    "moe-former": Layout("moe", 1, {}, SMALL),  # saved with the former names of its norms
     "moe-ep2-etp2": Layout("moe", 4, TP | EP, SMALL),
     "qwen2_moe-1": Layout("qwen2_moe", 1, {}, SMALL),
     "qwen2_moe-tp2": Layout("qwen2_moe", 2, TP, SMALL),
@@ -90,7 +88,7 @@ PAIRS = [
     ("deep-vpp2", "deep-1"),
     ("moe-ep2", "moe-ep2-etp2"),
     ("moe-ep2-etp2", "moe-1"),
-    ("moe-former", "moe-ep2"),
+    ("moe-1", "moe-ep2"),
     ("qwen2_moe-tp2", "qwen2_moe-1"),
     ("qwen2_moe-1", "qwen2_moe-ep2"),
     ("gpt_oss-tp2", "gpt_oss-1"),
@@ -118,7 +116,7 @@ LONG_PAIRS = {
     *(("tp2", "tp2"), ("deep-vpp2", "deep-vpp2"), ("dp2-plain-bf16", "dp2-plain-bf16")),
     ("tied-pp2", "tied-tp2"),
 }
-CONVERTED = ("dp2", "moe-ep2-etp2", "moe-former")  # whose weights alone are loaded as well
+CONVERTED = ("dp2", "moe-ep2-etp2")  # whose weights alone are loaded as well
 
 
 def save(harness: MegatronHarness, path: Path, version: int) -> None:
@@ -140,9 +138,7 @@ def save_all(harness: MegatronHarness, directory: Path, pairs: Pairs) -> None:
     """Makes an update, a checkpoint and the next update in every layout of this world that `pairs` save under."""
     names = {saved for saved, _ in pairs} - {"tp2-async"}
     for name in sorted(name for name in names if LAYOUTS[name].world == harness.world):
-        are_former = _instead(megatron_model, "_with_expert_norms_apart", lambda spec: spec)
-        with are_former if name == "moe-former" else contextlib.nullcontext():
-            harness.open(LAYOUTS[name])
+        harness.open(LAYOUTS[name])
         harness.train(samples())
         save(harness, directory / "checkpoints" / name, version=1)
         weights = harness.weights()

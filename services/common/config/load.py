@@ -294,13 +294,7 @@ def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(named or (below.values() if path else ())))
 
 
-# Keys that were renamed to something that does not look like them.
-_RENAMED = {"trainer.moe.replay_routes": "trainer.moe.router_replay"}
-
-
 def _suggest(model: type[BaseModel], path: str, value: object) -> str:
-    if path in _RENAMED:
-        return f"; it is called {_RENAMED[path]} now"
     meant = suggest([key.path for key in keys(model)], path, value)
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 

@@ -8,7 +8,7 @@ keep their state, which OpenRun has just seeded.
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -129,14 +129,12 @@ class Checkpointer:
         saved, number = _read_layout(directory)
         saved.require_loadable(self._own)
         self._model.parallelism.activate()
-        names = saved_shapes(directory)
-        sharded = self._sharded(saved.resharding, _named_as_in(names, self._all_tensors()), is_loading=True)
+        sharded = self._sharded(saved.resharding, self._all_tensors(), is_loading=True)
         own = self._own
         if (saved.device, saved.num_ranks, saved.sizes) != (own.device, own.num_ranks, own.sizes):
             del sharded["rng"]
         is_by_parameter = saved.resharding == "fully_reshardable"
-        tensors = _named_as_in(names, self._all_tensors())
-        pieces = optimizers.shard_pieces(self._optimizer, tensors) if is_by_parameter else []
+        pieces = optimizers.shard_pieces(self._optimizer, self._all_tensors()) if is_by_parameter else []
         targets = _tensors(sharded["model"])
         loaded = read(sharded, directory, later={index: piece.wanted for index, piece in enumerate(pieces)})
         _copy_into(targets, loaded.get("model", {}))
@@ -196,22 +194,10 @@ def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, pa
         }
         prefix = next((p for p in _PREFIXES if any(name.startswith(f"{p}decoder.") for name in names)), "")
         add_prefix_for_sharding(sharded, prefix)
-        targets = _tensors(_named_as_in(names, sharded))
+        targets = _tensors(sharded)
         _copy_into(targets, read(sharded, directory, prefix=prefix, ignored=HEAD if is_critic else ""))
     except InvalidInput as error:
         raise InvalidInput(f"{_FIELD}: {error.message}", field=_FIELD) from error
-
-
-def _named_as_in(saved: Collection[str], sharded: Sharded) -> Sharded:
-    """Gives norms before experts the name in the checkpoint: those saved on CPU once had that of norms that are fused.
-
-    Changes `sharded` and returns it.
-    """
-    for shard in sharded.values():
-        former = shard.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        if shard.key not in saved and former in saved:
-            shard.key = former
-    return sharded
 
 
 def _tensors(sharded: Sharded) -> dict[str, torch.Tensor]:

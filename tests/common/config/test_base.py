@@ -146,10 +146,6 @@ def test_on_and_off_may_be_written_without_quotes(tmp_path: Path, word: str) -> 
     assert load(Config, [path]).trainer.moe.router_replay == word
 
 
-def test_a_renamed_key_names_the_new_one(file: str):
-    assert "it is called trainer.moe.router_replay now" in refused(file, "trainer.moe.replay_routes=on")
-
-
 @pytest.mark.parametrize(("part", "key"), [("curriculum", "low=0.2"), ("dynamic", "max_rounds=3")])
 def test_keys_of_a_part_that_nobody_turned_on_are_refused(file: str, part: str, key: str):
     words = refused(file, f"selection.{part}.{key}")

@@ -121,14 +121,12 @@ def test_a_checkpoint_has_only_tensors_and_says_what_it_was_saved_under(results:
 
 
 def test_norms_before_experts_have_the_names_that_they_have_on_gpus(results: Path) -> None:
-    # Megatron's layers of TransformerEngine keep this norm apart. `moe-former` is a checkpoint of earlier versions.
-    on_gpu = "decoder.layers.0.pre_mlp_layernorm.weight"
-    former = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-    for layout, name, other in (("moe-ep2-etp2", on_gpu, former), ("moe-former", former, on_gpu)):
-        reader = FileSystemReader(results / "checkpoints" / layout / "state")
-        saved = reader.read_metadata().state_dict_metadata
-        assert name in saved and f"optimizer.state.param.{name}" in saved
-        assert other not in saved
+    # Megatron's layers of TransformerEngine keep this norm apart.
+    reader = FileSystemReader(results / "checkpoints" / "moe-ep2-etp2" / "state")
+    saved = reader.read_metadata().state_dict_metadata
+    name = "decoder.layers.0.pre_mlp_layernorm.weight"
+    assert name in saved and f"optimizer.state.param.{name}" in saved
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" not in saved
 
 
 def test_adapters_are_saved_without_the_base(results: Path) -> None:
@@ -183,13 +181,7 @@ def test_a_save_that_cannot_be_written_is_an_error_and_the_next_one_works(result
 
 
 @pytest.mark.parametrize(
-    ("converted", "original"),
-    [
-        ("dp2", "dp2 weights"),
-        ("plain", "plain"),
-        ("moe-ep2-etp2", "moe-ep2-etp2 weights"),
-        ("moe-former", "moe-former weights"),
-    ],
+    ("converted", "original"), [("dp2", "dp2 weights"), ("plain", "plain"), ("moe-ep2-etp2", "moe-ep2-etp2 weights")]
 )
 def test_a_run_starts_from_converted_weights(results: Path, converted: str, original: str) -> None:
     want, _ = read(results, original)
