@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from benchmarks.report import keep
-from services.common.config.reward import RewardConfig
-from services.common.config.scorers import CodeConfig
+from services.common.config.reward import CodeConfig, RewardConfig
 from services.reward.run import ScoringRun
 from services.reward.sandbox import PYTHON, Sandbox
 from services.reward.scorers.base import Item

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from services.common.config.scorers import RemoteConfig
+from services.common.config.reward import RemoteConfig
 from services.common.counted import counted
 from services.common.files.storage import open_plain_file
 from services.common.tasks import backoff_s

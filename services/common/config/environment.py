@@ -10,8 +10,7 @@ from pydantic import Field, RootModel, field_validator
 from services.common.config.base import NAME, Strict, Table
 from services.common.config.data import DataConfig
 from services.common.config.loss import LossConfig
-from services.common.config.reward import RewardConfig
-from services.common.config.scorers import check_encrypted, check_url, is_local
+from services.common.config.reward import RewardConfig, check_encrypted, check_url, is_local
 from services.common.import_path import IMPORT_PATH
 
 

@@ -1,21 +1,227 @@
 """Defines the config section `reward`: the scorers, their weights, and the treatment of samples without a score."""
 
+import ipaddress
+import math
 import re
+import string
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from services.common.config.base import Strict, Table
-from services.common.config.scorers import (
-    ITEM_FIELDS,
-    BaseScorerConfig,
-    CodeConfig,
-    HttpConfig,
-    JudgeConfig,
-    ModelConfig,
-    parse_template,
-)
 from services.common.import_path import IMPORT_PATH
+
+ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
+
+
+class BaseScorerConfig(Strict):
+    """The keys that every scorer has."""
+
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice.
+    Names of other metrics, such as mean or reward, are refused."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Weight of this score in the reward; 0 only records the score, and a failure to score is then only logged."""
+
+    @property
+    def component(self) -> str:
+        return self.name or str(getattr(self, "kind"))  # noqa: B009 every scorer config declares its own `kind`
+
+
+class CodeConfig(BaseScorerConfig):
+    """services/reward/graders/code.py has the forms of tests. `timeout_s`, `num_workers` and `max_memory_gib` of the
+    section `reward` are not for this scorer."""
+
+    kind: Literal["code"] = "code"
+    """Run the completion's Python program against tests, in a sandbox (needs bubblewrap). The score is 1 if all tests
+    pass, else 0."""
+    file: str = ""
+    """With an agent: the collected file with the program, such as solution.py; without that file the score is 0. By
+    default, the program is in the completion."""
+    tests_key: str | None = "tests"
+    """Dataset column with the tests, which must be among data.extra_columns; null reads the tests from the answer."""
+    partial: bool = False
+    """Score the fraction of tests passed. With false all tests must pass, and testing stops at the first failure."""
+    require_fence: bool = False
+    """Score 0 if the completion has no fenced Python block. With false, a completion without any fence is run as a
+    whole."""
+    float_tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    """Relative or absolute tolerance for numbers in a program's results, where the expected number is not an integer;
+    0 requires exact equality. It does not apply to assert statements."""
+    timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Time limit of one test, in seconds of wall-clock time."""
+    program_timeout_s: float = Field(default=30.0, gt=0, le=86400)
+    """Time limit of all tests of one program together, in seconds of wall-clock time; the tests that it does not reach
+    count as failed. reward.group_timeout_s can make it shorter."""
+    max_concurrent: int = Field(default=2, ge=1, le=1024)
+    """Maximum number of programs that run concurrently. If it exceeds the number of cores, programs slow each other
+    down and may time out."""
+    max_memory_gib: float = Field(default=1.0, ge=0.125, le=1 << 20)
+    """Maximum address space of one process, in GiB. The Python interpreter itself takes about 0.04 GiB."""
+    max_processes: int = Field(default=16, ge=1, le=1024)
+    """Maximum number of processes and threads of one program. A program can take up to this many times max_memory_gib
+    of memory."""
+    max_disk_mib: int = Field(default=64, ge=1, le=65536)
+    """Size of a program's /tmp in MiB. It is in memory and also holds the test's input."""
+    max_output_mib: float = Field(default=1.0, gt=0, le=64)
+    """Maximum output of one test in MiB; a test with more output fails."""
+
+
+class ModelConfig(BaseScorerConfig):
+    kind: Literal["model"] = "model"
+    """Score with a reward model (a Hugging Face sequence-classification model). Install the extra `reward-model`."""
+    path: str = Field(min_length=1)
+    """Model directory on the reward service's host, with config.json, tokenizer and safetensors weights. Code in the
+    directory is never run."""
+    label: int | None = Field(default=None, ge=0)
+    """Index of the label whose logit is the score; required unless the model has exactly one label."""
+    template: Literal["auto", "chat", "plain"] = "auto"
+    """Text that the model reads. chat: the row's messages, and the completion (the last turn of an episode) as an
+    assistant message in the reward model's chat template; a prompt that is no chat, or to which an environment added
+    messages, is one user message. plain: prompt + completion. auto: chat if the reward model has a chat template, else
+    plain."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")
+    """Device of the model: cpu, cuda or cuda:N; auto is the first GPU that the service sees, or the CPU if there is
+    none."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the weights; auto keeps the one they are stored in."""
+    batch_size: int = Field(default=8, ge=1)
+    """Maximum number of samples of a group in one forward pass. A model without pad_token_id gets one sample at a
+    time."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum length of a sample in tokens; a longer sample is a scoring failure. null uses the model's
+    max_position_embeddings, without those up to that of padding in RoBERTa and its kind."""
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Time limit in seconds for one prompt group, from when the worker takes it. On a timeout the worker is killed and
+    loads the model again."""
+    start_timeout_s: float = Field(default=540.0, gt=0, le=3600)
+    """Time limit in seconds for loading the model. The coordinator waits for at most timeouts.open_s in all."""
+
+
+TEMPLATE_FIELDS = ("prompt", "answer", "completion", "extra")
+
+
+def parse_template(template: str) -> list[tuple[str, str | None]]:
+    """Splits a template into pairs of literal text and the field that follows it, which is None after the last text.
+
+    Fields are {prompt}, {answer}, {completion} and {extra}; literal braces are doubled. Nothing else of str.format is
+    supported: no attributes, indices, conversions or format specs.
+    """
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"template: {error}; write literal braces twice, as {{{{ and }}}}") from error
+    for _, field, spec, conversion in pieces:
+        if field is not None and (field not in TEMPLATE_FIELDS or spec or conversion):
+            allowed = ", ".join(f"{{{name}}}" for name in TEMPLATE_FIELDS)
+            raise ValueError(
+                f"template: got {{{field}}}, but a field must be just one of {allowed}; write literal braces twice"
+            )
+    return [(literal, field) for literal, field, _, _ in pieces]
+
+
+def check_url(url: str) -> str:
+    """Returns a URL as it is. Raises ValueError if it is not one of HTTP, or has credentials in it."""
+    parts = urlsplit(url)  # leaves out tabs and line breaks, so that another URL than this one would be checked
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
+        raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
+    if "@" in parts.netloc or parts.fragment:
+        raise ValueError(
+            "url: must not contain credentials or a #fragment; a key belongs in a file that api_key_file names"
+        )
+    _ = parts.port  # raises ValueError if it is not a valid port
+    return url
+
+
+def is_local(host: str) -> bool:
+    """Returns whether a host is named as one of loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_encrypted(url: str) -> None:
+    """Raises ValueError if a key that is sent to a URL would cross a network as it is."""
+    parts = urlsplit(url)
+    if parts.scheme != "https" and not is_local(parts.hostname or ""):
+        raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
+
+
+class RemoteConfig(BaseScorerConfig):
+    """The keys that all scorers on another server have."""
+
+    url: Annotated[str, AfterValidator(check_url)]
+    """URL of the server, http or https. Redirects are not followed."""
+    api_key_file: str | None = Field(default=None, min_length=1)
+    """File on the reward service's host with an API key, which is sent as a bearer token: over https, or over http to
+    loopback only."""
+    timeout_s: float | None = Field(default=None, gt=0, le=3600)
+    """Time limit in seconds for one score (kind http: one prompt group) including retries, counted from when its first
+    request may be sent; null uses reward.timeout_s."""
+    max_retries: int = Field(default=4, ge=0, le=20)
+    """Maximum number of retries after a temporary failure, with exponential backoff from 0.5 s to 30 s."""
+    requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Maximum number of requests per second, including retries; null is no limit. Each reward replica has its own
+    limit."""
+    max_concurrent: int = Field(default=16, ge=1, le=1024)
+    """Maximum number of scores (kind http: prompt groups) in progress. Others wait, and their timeout_s starts only
+    when the wait ends."""
+
+    def check_rules(self) -> None:
+        if self.api_key_file:
+            check_encrypted(self.url)
+
+
+class JudgeConfig(RemoteConfig):
+    kind: Literal["judge"] = "judge"
+    """Ask a language model behind an OpenAI-compatible chat-completions URL for the score."""
+    model: str = Field(min_length=1)
+    """Name of the judge model on the server."""
+    template: str
+    """Message to the judge, with the fields {prompt}, {answer}, {completion} and {extra} (as JSON). Write literal
+    braces twice."""
+    score_pattern: str
+    """Python regular expression whose last match in the judge's answer gives the score: the text of its first group,
+    which must be a number."""
+    scale: float = Field(default=1.0, allow_inf_nan=False)
+    """Factor to multiply the judge's number by: 0.1 maps 0..10 to 0..1."""
+    score_range: tuple[float, float] | None = None
+    """Smallest and largest number that the judge may write, before `scale`. It is asked again for any other, which is
+    never a score. null is 0 to 1/scale with a scale between 0 and 1 (0.1: 0 to 10), else any number."""
+    temperature: float | None = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature of the judge; null uses the server's default."""
+    max_tokens: int | None = Field(default=1024, ge=1)
+    """Maximum tokens of the judge's answer; null uses the server's default."""
+    request_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Time limit in seconds for one request; a request that takes longer is retried."""
+
+    def check_rules(self) -> None:
+        super().check_rules()
+        if "completion" not in [field for _, field in parse_template(self.template)]:
+            raise ValueError("template: must have the field {completion}; without it all samples look the same")
+        try:
+            num_groups = re.compile(self.score_pattern, re.DOTALL).groups
+        except re.error as error:
+            raise ValueError(f"score_pattern {self.score_pattern!r} is not a regular expression: {error}") from error
+        if self.score_range is not None and not self.score_range[0] < self.score_range[1]:
+            raise ValueError(f"score_range {list(self.score_range)}: the first number must be the smaller one")
+        if not num_groups:
+            raise ValueError("score_pattern: must have a group around the number, such as Score: ([0-9]+)")
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        if self.score_range is None:
+            return (0.0, round(1 / self.scale, 9)) if 0 < self.scale < 1 else (-math.inf, math.inf)
+        return self.score_range
+
+
+class HttpConfig(RemoteConfig):
+    """One POST per prompt group, as services/reward/scorers/model.py describes."""
+
+    kind: Literal["http"] = "http"
+    """Send each prompt group as one POST to a scorer of your own."""
 
 
 class ExactConfig(BaseScorerConfig):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from services.common.config.environment import AgentEnvironmentConfig
-from services.common.config.scorers import RemoteConfig, is_local
+from services.common.config.reward import RemoteConfig, is_local
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Identity, is_address
 from services.reward.agents.base import CalledRunner, Part
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError

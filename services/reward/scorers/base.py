@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.common.config.reward import PythonConfig, RewardConfig
-from services.common.config.scorers import ITEM_FIELDS
+from services.common.config.reward import ITEM_FIELDS, PythonConfig, RewardConfig
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.functions import FunctionPool, function_target
 

@@ -5,8 +5,7 @@ import contextlib
 import platform
 from collections.abc import AsyncIterator, Sequence
 
-from services.common.config.reward import RewardConfig
-from services.common.config.scorers import CodeConfig
+from services.common.config.reward import CodeConfig, RewardConfig
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.graders.texts import unindent

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.config.reward import RewardConfig
-from services.common.config.scorers import HttpConfig, JudgeConfig, ModelConfig, parse_template
+from services.common.config.reward import HttpConfig, JudgeConfig, ModelConfig, RewardConfig, parse_template
 from services.common.process import missing_modules
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.functions import FunctionPool, function_target

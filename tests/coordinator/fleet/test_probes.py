@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.common.config.reward import AnswerConfig
+from services.common.config.reward import AnswerConfig, CodeConfig
 from services.common.config.run import Config
-from services.common.config.scorers import CodeConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from services.common.config.scorers import ModelConfig
+from services.common.config.reward import ModelConfig
 from services.common.errors import InvalidInput
 from services.reward.errors import FailureReason
 from services.reward.graders.model import load
