@@ -333,6 +333,18 @@ CHANGE = {
         "class C:\n    __enter__ = lambda s: s\n    __exit__ = lambda *_: True\n    get = lambda s: 4\ndef ctx(): return C()",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with ctx() as c: self.assertEqual(c.get(), 5)",
     ),
+    "skips a test case": (
+        "import unittest\ndef f(x): raise unittest.SkipTest('x')",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)",
+    ),
+    "skips a test case with a class of its own": (
+        "import unittest\nclass Skip(unittest.SkipTest): pass\ndef f(x): raise Skip",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)",
+    ),
+    "stops a test case": (
+        "import unittest.case\ndef f(x): raise unittest.case._ShouldStop",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(1), 2)",
+    ),
     "raises in place of a failed assert": (
         "class C:\n    __enter__ = lambda s: s\n    def __exit__(self, *_): raise KeyError\n    get = lambda s: 4\ndef ctx(): return C()",
         "try:\n    with ctx() as c:\n        assert c.get() == 5\nexcept KeyError: pass",

@@ -370,11 +370,10 @@ def buffer_bytes(config: Config, model: Model) -> int:
 
 def engine_weights(config: Config, model: Model) -> int:
     """Returns the bytes of an engine worker's weights; scales of quantized ones are not counted."""
-    size = 4 if config.rollout.dtype == "float32" else 2
-    quantized = 0
+    size, quantized = 4 if config.rollout.dtype == "float32" else 2, 0
     if config.rollout.precision == "fp8":
-        is_measured = isinstance(model, MeasuredModel)
-        quantized = sum(model.layer_sizes) if is_measured else product_parameters(model, _WHOLE, 0)
+        sizes = model.layer_sizes if isinstance(model, MeasuredModel) else [product_parameters(model, _WHOLE, 0)]
+        quantized = sum(sizes)
     return (size * model.num_parameters - (size - 1) * quantized) // _workers_per_copy(config)
 
 

@@ -137,6 +137,7 @@ _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
+_WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,} [A-Za-z]|\$|\\[\[(]")  # a sentence or delimiters of a formula
 _BOLD = re.compile(r"(?<![\w*])\*\*([^*\n]+)\*\*(?![\w*])")
 _JOINS = re.compile(r"[,;]|and|or|\\q?quad")
 _BETWEEN = re.compile(
@@ -164,8 +165,8 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
             return 0.0
         completion = _BOLD.sub(r"\1", completion)
         if (tagged := last_tagged(completion)) is not None:
-            if _is_answer(text, gold, tagged):
-                return 1.0
+            if _WORDS.search(tagged) is None:
+                return float(_is_answer(text, gold, tagged))
             completion = tagged
         predicted = _parse_end(completion)
         texts = [value for value in predicted if isinstance(value, str)]

@@ -232,6 +232,8 @@ def _exception(name: str) -> type[BaseException]:
     error_type = getattr(importlib.import_module(module or "builtins"), kind)
     if not (isinstance(error_type, type) and issubclass(error_type, BaseException)):
         raise TypeError(f"{name} is not an exception")
+    if any(base.__module__.partition(".")[0] == "unittest" for base in error_type.__mro__):
+        raise ValueError(f"{name} is not passed, because a test case that it ends has not failed")
     return error_type
 
 

@@ -19,7 +19,7 @@ class CodeScorer(Scorer):
     Every fault of the program counts as a failed test: no program, an exception, a timeout, or an exceeded limit.
     """
 
-    version = f"5/python-{platform.python_version()}"
+    version = f"6/python-{platform.python_version()}"
 
     def __init__(self, config: CodeConfig, run: RewardConfig):
         self._config, self._group_timeout_s = config, run.group_timeout_s

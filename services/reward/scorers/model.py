@@ -9,6 +9,7 @@ from typing import Any
 from services.common.config.reward import HttpConfig, JudgeConfig, ModelConfig, RewardConfig, parse_template
 from services.common.process import missing_modules
 from services.reward.errors import FailureReason, ScoringError
+from services.reward.graders.texts import after_reasoning
 from services.reward.processes.functions import FunctionPool, function_target
 from services.reward.remote import MayPassError, Remote
 from services.reward.scorers.base import Item, Scorer, columns
@@ -106,13 +107,22 @@ class JudgeScorer(Scorer):
 
 
 def _content(answer: Any) -> str:
+    """Returns what the judge says after its reasoning.
+
+    Raises:
+        ScoringError: ERROR, if there is none.
+        MayPassError: It was cut off, so a score in it may be one that the judge quotes.
+    """
     try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        content = None
+        choice = answer["choices"][0]
+        content, reason = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        content = reason = None
     if not isinstance(content, str):
         raise ScoringError(FailureReason.ERROR, "the judge's answer has no choices[0].message.content")
-    return content
+    if reason in ("length", "content_filter"):
+        raise MayPassError(ScoringError(FailureReason.ERROR, f"the judge's answer was cut off: {reason}"))
+    return after_reasoning(content)
 
 
 _MAX_VERSION_CHARS = 200

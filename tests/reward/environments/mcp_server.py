@@ -8,6 +8,7 @@ from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult, EmbeddedResource, ResourceLink, TextResourceContents
 
 server = MCPServer("tiny", version="1.2")
 
@@ -47,6 +48,23 @@ def variable(of: str) -> str:
 async def said(of: str, ctx: Context) -> str:
     """Returns a header of the request."""
     return ctx.request_context.request.headers.get(of, "")
+
+
+@server.tool()
+def parts() -> CallToolResult:
+    """Returns the text of a file and a link."""
+    file = TextResourceContents(uri="file:///a", text="a file")
+    content = [
+        EmbeddedResource(type="resource", resource=file),
+        ResourceLink(type="resource_link", uri="file:///b", name="b"),
+    ]
+    return CallToolResult(content=content)
+
+
+@server.tool()
+def structured() -> CallToolResult:
+    """Returns no text."""
+    return CallToolResult(content=[], structured_content={"x": 42})
 
 
 @server.tool()

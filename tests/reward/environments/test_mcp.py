@@ -45,16 +45,27 @@ async def open_run(service, tool: dict[str, object]) -> list[str]:
 async def test_tools_of_a_server_are_listed_and_called(service, transport, request):
     tool = STDIO if transport == "stdio" else {"kind": "mcp", "url": request.getfixturevalue("address")}
     names = await open_run(service, {**tool, "max_output_chars": 20})
-    assert names == ["add", "page", "refuse", "wait", "variable", "said", "die"]
+    assert names == ["add", "page", "refuse", "wait", "variable", "said", "parts", "structured", "die"]
     await service.reset()
-    calls = hermes("add", a=2, b=40) + hermes("page", size=100) + hermes("refuse", what="<tea>") + hermes("add", a="x")
+    calls = (
+        hermes("parts")
+        + hermes("structured")
+        + hermes("add", a=2, b=40)
+        + hermes("page", size=100)
+        + hermes("refuse", what="<tea>")
+        + hermes("add", a="x")
+    )
     answer = await service.step(0, calls + hermes("nothing"))
-    results = [text for _, _, text in texts(answer)]
+    parts, structured, *results = [text for _, _, text in texts(answer)]
+    assert (parts, structured) == ("a file\nfile:///b", '{"x": 42}')
     assert results[0] == "42"
     assert results[1] == "ab" * 5 + "\n[... cut ...]\n" + "ab" * 5
     assert results[2].startswith("error: ") and "<tea>" in results[2].replace("\n[... cut ...]\n", "")
     assert results[3].startswith("error: ")
-    assert results[4] == "error: there is no tool 'nothing': there are add, page, refuse, wait, variable, said, die"
+    assert (
+        results[4]
+        == "error: there is no tool 'nothing': there are add, page, refuse, wait, variable, said, parts, structured, die"
+    )
 
 
 async def test_keys_reach_the_server_and_nothing_else(service, address, tmp_path, monkeypatch):

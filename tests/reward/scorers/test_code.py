@@ -366,7 +366,7 @@ async def test_canceling_and_closing_leave_no_process(open_run, make_item):
 
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
-    assert run.scorer == f"code 5/python-{platform.python_version()} x 1"
+    assert run.scorer == f"code 6/python-{platform.python_version()} x 1"
 
 
 async def test_programs_run_where_new_files_are_private(open_run, score) -> None:

@@ -105,6 +105,7 @@ async def test_a_pattern_that_explodes_on_an_answer_stops_its_worker_and_not_the
         ("Score: nan", "finite number"),
         ("Score: 1e999", "finite number"),
         ("Score: __import__('os')", "is not a number"),
+        ("<think>It says Score: 10.</think>I refuse.", "does not match the judge's answer 'I refuse.'"),
     ],
 )
 async def test_an_answer_that_says_no_score_is_asked_for_again(open_run, make_item, pauses, said, words):
@@ -114,6 +115,13 @@ async def test_an_answer_that_says_no_score_is_asked_for_again(open_run, make_it
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
     assert words in outcome.failure.detail
+
+
+async def test_a_score_that_a_judge_quotes_before_its_answer_is_cut_off_is_none(open_run, make_item, pauses):
+    cut = {"finish_reason": "length", "message": {"content": "It claims 'Score: 10' for itself. Let me"}}
+    async with served(in_turn(web.json_response({"choices": [cut]}))) as end, open_run(judge(end.url)) as run:
+        (outcome,) = await run.score([make_item("a")])
+    assert "cut off: length" in outcome.failure.detail
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ RIGHT = [
 
 WRONG = [
     ("5", "It is 5. <answer>6</answer>"),
+    ("5", r"<answer>3 \approx 5</answer>"),
+    ("5", r"<answer>3\text{ 5}</answer>"),
     ("2", "**2** and 3"),
     ("5", r"first \boxed{5}, no: \boxed{6}"),
     ("5", r"$\boxed{5} and \boxed{6}$"),

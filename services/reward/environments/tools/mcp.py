@@ -19,7 +19,7 @@ from services.reward.remote import read_key
 
 if TYPE_CHECKING:
     from mcp import ClientSession
-    from mcp.types import Implementation, Tool
+    from mcp.types import ContentBlock, Implementation, Tool
 
 Answer = TypeVar("Answer")
 _START_TIMEOUT_S = 60.0  # for a session to begin; its server may import much
@@ -176,7 +176,9 @@ class McpTools:
         except Exception as error:
             self._replace(connection)
             raise failed(EnvironmentFailure.CRASHED, told(self._config, error)) from error
-        parts = (part.text if part.type == "text" else f"[{part.type} left out]" for part in result.content)
+        parts = [_text(part) for part in result.content]
+        if not any(part.type == "text" for part in result.content) and result.structured_content is not None:
+            parts.append(json.dumps(result.structured_content, ensure_ascii=False))
         text = self._cut("\n".join(parts))
         if result.is_error:
             raise BadArgumentsError(text)
@@ -201,6 +203,17 @@ class McpTools:
 
     def _cut(self, text: str) -> str:
         return cut_middle(text, self._config.max_output_chars)
+
+
+def _text(part: ContentBlock) -> str:
+    """Returns what the policy is shown of a part of a result."""
+    if part.type == "text":
+        return part.text
+    if part.type == "resource_link":
+        return str(part.uri)
+    if part.type == "resource" and (text := getattr(part.resource, "text", None)) is not None:
+        return text
+    return f"[{part.type} left out]"
 
 
 async def _list_tools(session: ClientSession) -> tuple[list[Tool], Implementation]:
