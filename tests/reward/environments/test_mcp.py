@@ -17,6 +17,7 @@ from tests.support import descendants, free_port, running, still_there
 
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
+NAMES = ["add", "page", "refuse", "wait", "variable", "said", "parts", "structured", "die"]
 STDIO = {"kind": "mcp", "command": [sys.executable, SERVER]}
 
 
@@ -45,7 +46,7 @@ async def open_run(service, tool: dict[str, object]) -> list[str]:
 async def test_tools_of_a_server_are_listed_and_called(service, transport, request):
     tool = STDIO if transport == "stdio" else {"kind": "mcp", "url": request.getfixturevalue("address")}
     names = await open_run(service, {**tool, "max_output_chars": 20})
-    assert names == ["add", "page", "refuse", "wait", "variable", "said", "parts", "structured", "die"]
+    assert names == NAMES
     await service.reset()
     calls = (
         hermes("parts")
@@ -62,10 +63,7 @@ async def test_tools_of_a_server_are_listed_and_called(service, transport, reque
     assert results[1] == "ab" * 5 + "\n[... cut ...]\n" + "ab" * 5
     assert results[2].startswith("error: ") and "<tea>" in results[2].replace("\n[... cut ...]\n", "")
     assert results[3].startswith("error: ")
-    assert (
-        results[4]
-        == "error: there is no tool 'nothing': there are add, page, refuse, wait, variable, said, parts, structured, die"
-    )
+    assert results[4] == f"error: there is no tool 'nothing': there are {', '.join(NAMES)}"
 
 
 async def test_keys_reach_the_server_and_nothing_else(service, address, tmp_path, monkeypatch):
