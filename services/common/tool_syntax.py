@@ -15,6 +15,13 @@ from services.common.json_values import JsonMapping
 
 MAX_CALLS = 8  # in one turn. Each further one is answered with an error, up to as many again
 THINK = ("<think>", "</think>")
+OTHER_REASONING_TAGS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""Tags of reasoning, other than the default, that models have tokens for."""
 MAX_DEPTH = 64
 CALL_TAGS = _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")

@@ -33,6 +33,7 @@ from tests.support import PATIENCE_S, free_port
 TOKENIZER = SimpleNamespace(
     eos_token_ids=(1,),
     decode=lambda tokens, **_: " ".join(map(str, tokens)),
+    has_token=lambda text: False,
     decode_batch=lambda texts: [" ".join(map(str, tokens)) for tokens in texts],
     encode=lambda text: [*text.encode()],
 )

@@ -19,6 +19,7 @@ from services.common.files.transfer import require_sealed
 from services.common.rpc.client import Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
+from services.coordinator.data.dialog import decode_completions
 from services.coordinator.data.groups import SampledGroup, ScoredGroup, final_tokens, num_sampled
 from services.coordinator.runs.clock import Busy
 from services.coordinator.text.tokenizer import Tokenizer
@@ -180,7 +181,7 @@ class Reward:
             for message in prompt.messages:
                 request.messages.add(role=str(message["role"]), content=str(message.get("content") or ""))
         episodes = [group.episode(sample) for sample in range(len(group.completions))]
-        texts = tokenizer.decode_batch(list(map(final_tokens, group.completions, episodes)))
+        texts = decode_completions(list(map(final_tokens, group.completions, episodes)), tokenizer)
         for sample, (completion, episode, text) in enumerate(zip(group.completions, episodes, texts, strict=True)):
             left = group.left[sample] if group.left else None
             if left:

@@ -1,33 +1,44 @@
 """Converts an environment's messages to tokens, and the policy's turns to text."""
 
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, groupby
 
 from lockstep.reward.v1.environment_pb2 import Message
 
 from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig, ReasoningTags, ToolSyntax
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.common.tool_syntax import CALL_TAGS
+from services.common.tool_syntax import CALL_TAGS, OTHER_REASONING_TAGS, THINK
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.bridge import Bridge
 from services.coordinator.text.tokenizer import Tokenizer
 
-_OTHER_TAGS = (
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("◁think▷", "◁/think▷"),
-)
-"""Tags of reasoning, other than the default, that models have tokens for."""
 _MAX_TAIL_TOKENS = 100
 """Number of tokens that is more than a tag and the white space after it have."""
 
 
 class OverlongPrompt(InvalidInput):
     """A first prompt is longer than data.max_prompt_tokens."""
+
+
+def decode_completions(completions: Sequence[Sequence[int]], tokenizer: Tokenizer) -> list[str]:
+    """Returns the texts of completions, without special tokens but with the tags of reasoning."""
+    if not (tags := _special_tags(tokenizer, chain(THINK, *OTHER_REASONING_TAGS))):
+        return tokenizer.decode_batch(completions)
+    return [_decode(tokens, tokenizer, tags) for tokens in completions]
+
+
+def _special_tags(tokenizer: Tokenizer, tags: Iterable[str]) -> Mapping[int, str]:
+    """Returns those of `tags` that are special tokens, which decoding leaves out, by their tokens."""
+    encoded = {tag: tokenizer.encode(tag) for tag in tags if tokenizer.has_token(tag)}
+    return {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not tokenizer.decode(ids)}
+
+
+def _decode(tokens: Sequence[int], tokenizer: Tokenizer, tags: Mapping[int, str]) -> str:
+    parts = [(tag, list(part)) for tag, part in groupby(tokens, tags.get)]
+    return "".join(tag * len(part) if tag else tokenizer.decode(part) for tag, part in parts)
 
 
 class Dialog:
@@ -66,7 +77,7 @@ class Dialog:
         if not self._reasoning_tags or not self._has_default_tags:
             return
         has_token = self._tokenizer.has_token
-        for tags in () if has_token(self._reasoning_tags[0]) else _OTHER_TAGS:
+        for tags in () if has_token(self._reasoning_tags[0]) else OTHER_REASONING_TAGS:
             if all(map(has_token, tags)):
                 shown = json.dumps(tags, ensure_ascii=False)
                 raise InvalidInput(
@@ -125,8 +136,7 @@ class Dialog:
 
     def text(self, turn: Sequence[int]) -> str:
         """Returns the text of a turn, without special tokens but with the tags of reasoning and of tool calls."""
-        parts = [(tag, list(tokens)) for tag, tokens in itertools.groupby(turn, self._special_tags.get)]
-        return "".join(tag * len(tokens) if tag else self._tokenizer.decode(tokens) for tag, tokens in parts)
+        return _decode(turn, self._tokenizer, self._special_tags)
 
     def has_ended(self, turn: Sequence[int]) -> bool:
         """Returns whether a turn ended with a stop token."""
@@ -140,9 +150,7 @@ class Dialog:
     @cached_property
     def _special_tags(self) -> Mapping[int, str]:
         """Returns the tags of reasoning and of tool calls that are special tokens, which decoding leaves out."""
-        tags = [tag for tag in (*self._reasoning_tags, *self._call_tags) if self._tokenizer.has_token(tag)]
-        encoded = {tag: self._tokenizer.encode(tag) for tag in tags}
-        return {ids[0]: tag for tag, ids in encoded.items() if len(ids) == 1 and not self._tokenizer.decode(ids)}
+        return _special_tags(self._tokenizer, [*self._reasoning_tags, *self._call_tags])
 
     def _cut(self, message: Message) -> dict[str, str]:
         most, content = self._max_message_tokens, message.content

@@ -4,7 +4,10 @@ Each imports its package when it is prepared, because a service may have only on
 """
 
 import json
+import logging
+import math
 import random
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +20,9 @@ from services.common.json_values import JsonMapping
 from services.common.reasoning_tasks import COLUMN, INSTRUCTION, TAG, make_tasks
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
+log = logging.getLogger(__name__)
 _PLAYER = 0
+_NO_NUMBER = re.compile(r"\b(?:nan|inf(?:inity)?)j?\b", re.IGNORECASE)
 _LOCK = threading.Lock()
 
 
@@ -56,8 +61,13 @@ class Game:
             return self._news()
 
     def step(self, text: str) -> tuple[str, float, bool]:
+        """Plays the move. One that the game's own code cannot read ends the game, with the lowest reward of a game."""
         with self._own_generators():
-            done, _ = self._game.step(action=text)
+            try:
+                done, _ = self._game.step(action=text)
+            except Exception as error:  # noqa: BLE001 of a library, which a move can make raise anything
+                log.warning("textarena: %r made the game fail: %r", text[-100:], error)
+                return "", -1.0, True
             news = self._news()
             return news, float(self._game.close()[0][_PLAYER]) if done else 0.0, done
 
@@ -116,6 +126,13 @@ class Task:
         return None
 
     def step(self, text: str) -> tuple[None, float, bool]:
-        """Scores the answer, which ends the episode."""
+        """Scores the answer, which ends the episode. One that the task's own code cannot read is wrong."""
         answer = text.rpartition(f"<{TAG}>")[2].partition(f"</{TAG}>")[0].strip()
-        return None, float(self._tasks.score_answer(answer, self._entry)), True
+        if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(str(self._entry["answer"])):
+            return None, 0.0, True  # some tasks compare it with the solution, and find no difference
+        try:
+            score = float(self._tasks.score_answer(answer, self._entry))
+        except Exception as error:  # noqa: BLE001 of a library, which an answer can make raise anything
+            log.warning("reasoning-gym: %s cannot score %r: %r", self._task, answer[-100:], error)
+            score = 0.0
+        return None, score if math.isfinite(score) else 0.0, True

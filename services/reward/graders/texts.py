@@ -6,6 +6,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator
 
+from services.common.tool_syntax import OTHER_REASONING_TAGS, THINK
 from services.reward.errors import FailureReason, ScoringError
 
 _FULL_WIDTH = {0xFEE0 + code: code for code in range(0x21, 0x7F)} | {0x3000: 0x20}
@@ -102,19 +103,22 @@ _TOKEN = re.compile(
 )
 """Matches a comment or a string of Python; group 1 is the quotes of one of several lines. Takes linear time."""
 _LANGUAGE = re.compile(r"\s*\{?\s*\.?([\w+#-]*)")
-_THINK, _THOUGHT = "<think>", "</think>"
+_OPENING, _CLOSING = zip(THINK, *OTHER_REASONING_TAGS, strict=True)
+_THOUGHT = re.compile("|".join(map(re.escape, _CLOSING)))
 
 
 def after_reasoning(completion: str) -> str:
-    """Returns what follows the first `</think>`, or the whole completion if it has none.
+    """Returns what follows the first `</think>`, or another model's tag like it; the whole completion if it has none.
 
-    A `</think>` within a line of a block of code is part of that code.
+    A tag within a line of a block of code is part of that code.
     """
-    head, closed, rest = completion.partition(_THOUGHT)
-    if not closed:
+    if not (closed := _THOUGHT.search(completion)):
         return completion
+    head, rest = completion[: closed.start()], completion[closed.end() :]
     is_alone = not head.rpartition("\n")[2].strip() and not rest.partition("\n")[0].strip()
-    in_code = sum(1 for _ in _FENCE.finditer(head)) % 2 == 1 and not is_alone and _THINK not in head
+    in_code = (
+        sum(1 for _ in _FENCE.finditer(head)) % 2 == 1 and not is_alone and not any(tag in head for tag in _OPENING)
+    )
     return completion if in_code else rest
 
 

@@ -6,7 +6,7 @@ from lockstep.reward.v1.environment_pb2 import Message
 
 from services.common.errors import InvalidInput
 from services.common.tool_syntax import ToolCall, find_calls
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, decode_completions
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
@@ -67,6 +67,8 @@ def test_tags_that_are_special_tokens_stay_in_the_text_of_a_turn(kind):
     assert make_dialog(tokenizer).text(turn).replace(" ", "") == said.replace(" ", "")
     assert make_dialog(tokenizer, reasoning_tags=[]).text(turn) == tokenizer.decode(turn)
     assert make_dialog(tokenizer).text([]) == ""
+    (scored,) = decode_completions([turn], tokenizer)
+    assert scored.replace(" ", "") == said.replace(" ", "")
 
 
 @pytest.mark.parametrize("settings", [{}, {"syntax": "qwen3_coder"}, {"kind": "agent", "path": "m:f"}])

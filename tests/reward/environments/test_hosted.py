@@ -3,12 +3,15 @@
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 from google.protobuf.message import Message
 
 from services.common.errors import InvalidInput, Reason
+from services.reward.environments import libraries
+from services.reward.environments.libraries import Game, Task
 from tests.support import raises
 
 GUESS = {"kind": "textarena", "game": "GuessTheNumber-v0", "kwargs": {"min_number": 1, "max_number": 5}}
@@ -17,6 +20,23 @@ SUMS = {"kind": "reasoning_gym", "task": "chain_sum", "kwargs": {"min_terms": 2,
 
 def _bytes(answer: Message) -> bytes:
     return answer.SerializeToString(deterministic=True)
+
+
+def test_what_makes_a_library_raise_is_no_failure_of_the_environment() -> None:
+    def raises_value_error(*_: object, **__: object) -> float:
+        raise ValueError("invalid literal for int(): '2 x 3'")
+
+    task = Task("prime_factorization", {})
+    task._tasks, task._entry = SimpleNamespace(score_answer=raises_value_error), {"answer": "2 x 3"}
+    assert task.step("<answer>2, 3</answer>") == (None, 0.0, True)
+    for answer, own, score in (("nan", "1.0 + 2.0i", 0.0), ("nan", "nan", 1.0), ("banana", "1", 1.0)):
+        task._tasks, task._entry = SimpleNamespace(score_answer=lambda *_: 1.0), {"answer": own}
+        assert task.step(f"<answer>{answer}</answer>")[1] == score
+    task._tasks = SimpleNamespace(score_answer=lambda *_: float("nan"))
+    assert task.step("x")[1] == 0.0
+    game = Game.__new__(Game)
+    game._game, game._states = SimpleNamespace(step=raises_value_error), libraries._generators()
+    assert game.step("[9]") == ("", -1.0, True)
 
 
 class TestTextarena:

@@ -102,6 +102,7 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("#### \\boxed{42}\nDone 1", "42", 1),
         ("#### **42**\nDone 1", "42", 1),
         ("<think>#### 41\n</think>It is 42", "42", 1),
+        ("[THINK]#### 42\n[/THINK]It is 41", "42", 0),
         ("42 #### Solution\nNo, 41", "#### Solution\nSo: 42", 0),
         ("#### 1{,}234", "1,234", 1),
         ("\uff14\uff12", "42", 1),

@@ -207,7 +207,9 @@ _GROUP = SampledGroup(
     [Completion(tokens=[token], logprobs=[-1.0], finish_reason=FINISH_REASON_STOP) for token in (7, 8)],
     PolicyStamp(),
 )
-_TOKENIZER = SimpleNamespace(decode_batch=lambda texts: ["".join(map(str, tokens)) for tokens in texts])
+_TOKENIZER = SimpleNamespace(
+    has_token=lambda text: False, decode_batch=lambda texts: ["".join(map(str, tokens)) for tokens in texts]
+)
 
 
 async def rewards(address: str, config: Config, transport: Transport) -> list[float]:
