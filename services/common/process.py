@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from importlib import import_module
@@ -44,6 +45,23 @@ def own_log() -> str:
 def keep_files_private() -> None:
     """Makes files of this process and its children accessible to their owner only: batches have prompts and answers."""
     os.umask(os.umask(0o077) | 0o077)
+
+
+def call_loopback_directly() -> None:
+    """Keeps HTTP clients of this process and its children from calling this host through a proxy of the environment."""
+    for name in ("no_proxy", "NO_PROXY"):
+        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        os.environ[name] = ",".join(dict.fromkeys([*filter(None, others.split(",")), "localhost", "127.0.0.1", "::1"]))
+
+
+def open_standard_streams() -> None:
+    """Opens /dev/null in place of standard streams that were closed, whose numbers a connection would get."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 def compiled_code() -> Path:

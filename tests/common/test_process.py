@@ -1,11 +1,14 @@
 """Tests that processes end with the one that started them, and that the coordinator needs no torch."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from services.common.process import call_loopback_directly
 from services.common.rpc.command import ServeOptions
 from tests.support import PATIENCE_S
 
@@ -129,6 +132,24 @@ def test_coordinator_and_reward_need_no_torch(modules: list[str]) -> None:
     program = f"import sys; sys.modules.update(dict.fromkeys({HEAVY}))\nimport {', '.join(modules)}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_open_to_nothing(closed: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from services.common.process import open_standard_streams; open_standard_streams(); "
+        "print('x'); sys.stdin.close(); sys.stdout.flush(); print('y', file=sys.stderr); "
+        f"os.open({str(tmp_path / 'next')!r}, os.O_CREAT) > 2 or sys.exit(7)"
+    )
+    assert subprocess.run(["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]).returncode == 0
+
+
+def test_no_proxy_is_asked_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", ".corp")
+    monkeypatch.setenv("NO_PROXY", "")
+    call_loopback_directly()
+    call_loopback_directly()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".corp,localhost,127.0.0.1,::1"
 
 
 def test_compiled_code_is_kept_where_doctor_looks_for_it() -> None:

@@ -193,6 +193,7 @@ OPTIONS = [
     # A service that starts is found within a second. gRPC would wait up to two minutes between its attempts.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),  # of the environment; gRPC would use it for loopback too
     ("grpc.so_reuseport", 0),  # a second server must not share the port and get half of the connections
 ]
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import LockstepError
-from services.common.process import allow_descriptors, configure_logging, exit_with, keep_files_private, require_extra
+from services.common.process import (
+    allow_descriptors,
+    call_loopback_directly,
+    configure_logging,
+    exit_with,
+    keep_files_private,
+    require_extra,
+)
 from services.common.rpc.metrics_server import Metrics, Page
 from services.common.rpc.server import incarnation
 from services.common.rpc.tls import Credentials, Role
@@ -60,6 +67,7 @@ def serve_from_command_line(
     configure_logging(service, options.log_format)
     allow_descriptors()
     keep_files_private()
+    call_loopback_directly()
     if options.exit_with:
         exit_with(options.exit_with)
     with exit_on_error(service):

@@ -10,7 +10,7 @@ import typer
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
-from services.common.process import keep_files_private
+from services.common.process import call_loopback_directly, keep_files_private, open_standard_streams
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.groups import groups
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
@@ -329,6 +329,8 @@ def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str =
 
 def main() -> None:
     """Runs the command. An error is printed as one line with exit code 2; an interruption gives exit code 130."""
+    open_standard_streams()
+    call_loopback_directly()
     try:
         app()
     except (LockstepError, OSError, MemoryError, RuntimeError) as error:

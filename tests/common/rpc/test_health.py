@@ -12,7 +12,10 @@ from tests.coordinator.fake_services import replicas
 from tests.support import PATIENCE_S
 
 
-async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not() -> None:
+async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # no call of a run goes through a proxy
+    monkeypatch.setenv("no_proxy", ".corp")
     async with replicas(1) as (fake,):
         address = fake.address
         await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
