@@ -53,9 +53,9 @@ CROSS_FIELD = {
         ["rollout.discovery", "set placement disaggregated"],
         ["placement=disaggregated", "trainer.num_ranks=1", "rollout.discovery={kind: dns, name: rollout.svc}"],
     ),
-    "a colocated engine sleeps": (
+    "a colocated engine sleeps or has a share": (
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: false}"],
-        ["rollout.engine.enable_sleep_mode false"],
+        ["rollout.engine.enable_sleep_mode false", "set rollout.engine.gpu_memory_utilization"],
         ["placement=colocated", "trainer.num_ranks=1", "rollout.engine={enable_sleep_mode: true}"],
     ),
     "a group of scores ends before its call": (

@@ -13,6 +13,8 @@ from services.coordinator.doctor import host as doctor
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.planning import measured
+from services.coordinator.planning.memory import colocated_phases, rank_memory
+from services.coordinator.planning.plan import planned_model
 from tests.coordinator.fake_services import make_config
 
 GIB = 1 << 30
@@ -109,6 +111,18 @@ def test_memory(config: Config) -> None:
     found = doctor.check_memory(config, [gpu(22, 22)])
     assert found.verdict is Verdict.FAIL and "56.8 GiB are needed to train" in found.result
     assert "--suggest" in found.fix
+
+
+def test_memory_of_an_engine_that_stays_awake_beside_the_trainer(config: Config) -> None:
+    engine = {"enable_sleep_mode": False, "gpu_memory_utilization": 0.2}
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    found = doctor.check_memory(config, [gpu(79, 78)])
+    assert found.verdict is Verdict.OK and "72.6 GiB are needed for trainer and engine" in found.result  # 15.8 + 56.8
+    generate, train, publish = colocated_phases(
+        config, model := planned_model(config), rank_memory(config, model, is_gpu=True).values()
+    )
+    assert train.engine == generate.engine == publish.engine > 0
+    assert train.trainer > publish.trainer > generate.trainer > 0
 
 
 def test_a_host_without_gpus_and_a_driver_that_says_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

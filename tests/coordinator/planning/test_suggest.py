@@ -139,7 +139,7 @@ def test_a_placement_that_a_rule_refuses_is_not_said_to_be_too_large(args: list[
     lag = ("trainer.lag.versions=1", "trainer.loss.old_logprobs=engine")
     message = refused(*lag, "--gpus", "1x500")
     assert "no placement fits 1 GPU of 500 GiB; not possible, whatever the memory: placement=colocated" in message
-    assert "set trainer.lag.versions 0, or placement disaggregated" in message
+    assert "set trainer.lag.versions 0, placement disaggregated, or" in message
     assert "placement=disaggregated: it needs at least 2 GPUs" in message and "lower" not in message
     message = refused(*lag, "--gpus", "2x20")
     assert "lower trainer.max_tokens_per_microbatch" in message and "set trainer.lag.versions 0" in message
