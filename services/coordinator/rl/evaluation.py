@@ -72,16 +72,18 @@ def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
-    adds its mean over all samples under its own name. A sample without components was not scored, and does not pass.
+    adds its mean over all samples under its own name. A sample that lacks a component was not scored, and does not
+    pass.
     """
     numbers = batch_metrics(samples)
     samples = samples.take(pa.array(begins_of_samples(samples)))  # each counts once, however many rows it has
     metrics = {"reward": numbers["reward/mean"]}
     _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     num_samples = np.bincount(prompt_of)
-    has_components = np.array([bool(components) for components in samples["components"].to_pylist()])
-    is_scored = has_components if has_components.any() else np.full(len(samples), True)  # no scorers, no components
-    is_passed = is_scored & reaches(samples["reward"].to_numpy(), settings.pass_threshold)
+    num_components = np.array([len(components) for components in samples["components"].to_pylist()])
+    is_passed = (num_components == num_components.max()) & reaches(
+        samples["reward"].to_numpy(), settings.pass_threshold
+    )
     num_passed = np.bincount(prompt_of, is_passed)
     for k in settings.pass_k:
         chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]

@@ -124,7 +124,7 @@ def split_assert(code: str) -> tuple[str, object] | None:
 
 _PYTHON = ("python", "python3", "py", "py3", "ipython", "ipython3")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
-_NUMBER = re.compile(r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(?:(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ def normalize(text: str) -> str:
     answer = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], answer)
     answer = re.sub(r" ?= ?", "=", answer.replace(" \u00b0", "\u00b0"))
     answer = re.sub(r"(?<=[^\W_]),(?=[^\W_])", ", ", answer)  # a list with and without spaces
+    answer = re.sub(r"(?:(?<=^)|(?<=[(\[,;=<>]) ?)- (?=[\d.$€£¥])", "-", answer)  # the sign of a number
     marks = _meaningful_marks(answer)
     answer = "".join(
         character
@@ -131,7 +132,8 @@ def last_tagged(text: str) -> str | None:
 
 def unindent(program: str) -> str:
     """Returns the program without the indentation that all its lines have, as in a list of Markdown."""
-    return textwrap.dedent(program) if re.match(r"\s*\n?[ \t]+\S", program) else program
+    space = program[: len(program) - len(program.lstrip())]
+    return textwrap.dedent(program) if space.endswith((" ", "\t")) else program
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -146,9 +148,18 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         language = _LANGUAGE.match(opened[3].lower())
         stop, end = _closing(text, opened, start, tokens)
         content = text[start:stop]
-        if stop == len(text):
-            content = re.sub(r"(?<=\S)[ \t]*(?:`{3,}|~{3,})\s*\Z", "\n", content)
-        yield language[1] if language else "", content
+        yield language[1] if language else "", _without_fence(content) if stop == len(text) else content
+
+
+def _without_fence(content: str) -> str:
+    """Returns the content without a fence at the end of its last line."""
+    text = content.rstrip()
+    for mark in "`~":
+        body = text.rstrip(mark)
+        line = body.rstrip(" \t")
+        if len(text) - len(body) >= 3 and line and not line[-1].isspace():
+            return f"{line}\n"
+    return content
 
 
 class _Tokens:

@@ -41,7 +41,7 @@ class ExactScorer(Scorer):
 class AnswerScorer(Scorer):
     """Scores 1 if the text in the last <answer> is one of the accepted answers, else 0."""
 
-    version = "3"
+    version = "4"
 
     def __init__(self, config: AnswerConfig, run: RewardConfig):
         self._key = config.answers_key
@@ -86,7 +86,7 @@ _EQUATION = re.compile(r"[^0-9]*[0-9][0-9,.]*\s*(?:[-+*/×÷]|\\times|\\cdot)\s*
 _FRACTION = re.compile(r"(?P<whole>(?<=[0-9]))?\\[dt]?frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
 _STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
 _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
-_SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s+is)?\s*[:=]?[^\w\n]*[0-9]", re.IGNORECASE)
+_SAYS = re.compile(r"\b(?:answer|result|total)\b(?:\s++is\b)?[^\w\n]*+[0-9]", re.IGNORECASE)
 
 
 def _numbers(text: str) -> Iterator[re.Match[str]]:

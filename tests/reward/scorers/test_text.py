@@ -5,6 +5,9 @@ import itertools
 import pytest
 
 from services.reward.errors import FailureReason
+from services.reward.graders.code import _NUMBER
+from services.reward.graders.texts import after_reasoning, blocks, normalize, unindent
+from services.reward.scorers.text import _final_number
 
 
 async def score(open_run, item, **scorer):
@@ -49,11 +52,20 @@ async def test_answer(open_run, make_item, completion, expected):
 @pytest.mark.parametrize(
     ("completion", "answers", "expected"),
     [("A", ["A"], 1), ("B", ["A"], 0), ("A", ["the", "A"], 1), ("Paris", ["", "Paris"], 1), ("5", ["-5"], 0),
-     ("-5", ["-5"], 1), ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
+     ("-5", ["-5"], 1), ("- 5", ["-5"], 1), ("\u2212 $5", ["5"], 0), ("x < - 3", ["x < 3"], 0), ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
 )  # fmt: skip
 async def test_what_is_taken_from_an_answer_may_be_the_answer(open_run, make_item, completion, answers, expected):
     item = make_item(f"<think><answer>A</answer></think><answer>{completion}</answer>", extra={"answers": answers})
     assert await score(open_run, item, kind="answer", answers_key="answers") == expected
+
+
+@pytest.mark.parametrize("part", [" ", "\t", "`", "~", "1", "-", "answer ", "**", '"', "#", "1,"])
+def test_no_text_of_a_policy_takes_more_than_linear_time(part: str) -> None:
+    """These run on the service's event loop. Quadratic time would take minutes, and end this test."""
+    for begin, end in (("", "x"), ("#### answer", "x\nmore"), ("```python\n", "\nprint(1)\n```"), ("```\nx", "y")):
+        text = begin + part * (300_000 // len(part)) + end
+        _final_number(text), normalize(text), after_reasoning(text), unindent(text), list(blocks(text))
+        assert _NUMBER.fullmatch(text) is None
 
 
 @pytest.mark.parametrize("answers", [None, "Beatles", [], ["", " "], [1]])
