@@ -57,9 +57,13 @@ def test_no_scorer_has_the_name_of_another_metric():
 def test_a_sample_that_one_scorer_could_not_score_does_not_pass():
     low = row(-1, components=[("judge", -1.0), ("length", 0.0)])
     samples = table([low, row(0, components=[("length", 0.0)])])
-    assert set_metrics(samples, EvalSetConfig(temperature=1, num_samples=2, pass_threshold=0))["pass@1"] == 0
+    assert (
+        set_metrics(samples, EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0))["pass@1"] == 0
+    )
     whole = table([low, row(0, components=[("judge", 0.0), ("length", 0.0)])])
-    assert set_metrics(whole, EvalSetConfig(temperature=1, num_samples=2, pass_threshold=0))["pass@1"] == 0.5
+    assert (
+        set_metrics(whole, EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0))["pass@1"] == 0.5
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ async def test_answer(open_run, make_item, completion, expected):
 @pytest.mark.parametrize(
     ("completion", "answers", "expected"),
     [("A", ["A"], 1), ("B", ["A"], 0), ("A", ["the", "A"], 1), ("Paris", ["", "Paris"], 1), ("5", ["-5"], 0),
-     ("-5", ["-5"], 1), ("- 5", ["-5"], 1), ("\u2212 $5", ["5"], 0), ("x < - 3", ["x < 3"], 0), ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
+     ("-5", ["-5"], 1), ("- 5", ["-5"], 1), ("\u2212 $5", ["5"], 0), ("x < - 3", ["x < 3"], 0),
+     ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
 )  # fmt: skip
 async def test_what_is_taken_from_an_answer_may_be_the_answer(open_run, make_item, completion, answers, expected):
     item = make_item(f"<think><answer>A</answer></think><answer>{completion}</answer>", extra={"answers": answers})
