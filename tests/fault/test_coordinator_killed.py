@@ -20,12 +20,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def interrupted(run: LockstepRun) -> tuple[int, dict[int, str]]:
+def interrupted(run: LockstepRun, number: int = signal.SIGINT) -> tuple[int, dict[int, str]]:
     """Interrupts a run that is held in its first step; returns how much was published before it, and its processes."""
     before = len(run.ledger("published"))
     run.until(lambda: len(run.ledger("published")) > before, "the first publication")
     below = run.below()
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     run.until(lambda: "stopping after this step" in run.output, "the interrupt to be noticed")
     return before, below
 
@@ -39,10 +39,11 @@ def test_a_killed_coordinator_takes_its_services_with_it(workspace: Path):
         assert_gone(below)
 
 
-def test_one_interrupt_ends_the_run_after_its_step(workspace: Path, lent: Sequence[str]):
+def test_the_end_of_the_terminal_ends_the_run_after_its_step(workspace: Path, lent: Sequence[str]):
     (workspace / "hold").touch()  # the step does not end before the interrupt is noticed
     with LockstepRun(workspace, "resume=must", *lent[:2]) as run:  # the reward service is the run's own
-        before, below = interrupted(run)
+        before, below = interrupted(run, signal.SIGHUP)
+        run.process.send_signal(signal.SIGHUP)  # the shell and the kernel may both send one
         run.release()
         assert run.wait() == 3, run.output
         assert "Traceback" not in run.output

@@ -66,6 +66,7 @@ def cancel_on_sigterm() -> None:
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second.
 
+    The end of the terminal (SIGHUP, which may come twice) stops it after its current step, except below nohup.
     Stops immediately too while a run whose trainer died is opened again.
     """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
@@ -79,6 +80,8 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, lambda: run.stopping or stop())
 
 
 @dataclass(frozen=True)

@@ -55,15 +55,13 @@ def test_no_scorer_has_the_name_of_another_metric():
 
 
 def test_a_sample_that_one_scorer_could_not_score_does_not_pass():
-    low = row(-1, components=[("judge", -1.0), ("length", 0.0)])
-    samples = table([low, row(0, components=[("length", 0.0)])])
-    assert (
-        set_metrics(samples, EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0))["pass@1"] == 0
+    settings = EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0)
+    low, judged, not_judged = (
+        [("judge", score), ("length", 0.0)][-num:] for score, num in ((-1.0, 2), (0.0, 2), (0.0, 1))
     )
-    whole = table([low, row(0, components=[("judge", 0.0), ("length", 0.0)])])
-    assert (
-        set_metrics(whole, EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0))["pass@1"] == 0.5
-    )
+    for other, chance in ((judged, 0.5), (not_judged, 0.0)):
+        samples = table([row(-1, components=low), row(0, components=other)])
+        assert set_metrics(samples, settings)["pass@1"] == chance
 
 
 @pytest.mark.parametrize(
