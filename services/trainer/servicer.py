@@ -36,8 +36,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.offload import Part
-from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks
-from services.trainer.ranks.sockets import published_host
+from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks, published_host
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.samples import forward_parts
 from services.trainer.stream import ArrivingBatches, BatchReader, BatchTraining

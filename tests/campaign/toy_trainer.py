@@ -18,8 +18,7 @@ from services.common.rpc.command import ServeOptions
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
-from services.trainer.ranks.sockets import RanksAddress
+from services.trainer.ranks.calls import Message, Ranks, RanksAddress, follow, rank_command
 from services.trainer.servicer import NAME, TrainerServicer
 from tests.campaign.policy import MODEL_WEIGHTS, after, digest_of, logprobs, name_of
 

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.common.process import configure_logging
-from services.trainer.ranks import sockets
-from services.trainer.ranks.calls import Message, Ranks, follow, rank_command
-from services.trainer.ranks.sockets import RanksAddress
+from services.trainer.ranks import calls as ranks_module
+from services.trainer.ranks.calls import Message, Ranks, RanksAddress, follow, rank_command
 
 # These replace 5 s and 30 s. On a busy machine, the thread that answers may have to wait for a second or two.
 HEARTBEAT_MS, SILENCE_MS = 400, 4_000
@@ -95,7 +94,7 @@ async def _serve() -> None:
 
 if __name__ == "__main__":
     configure_logging("toy")
-    sockets._HEARTBEAT_MS, sockets._SILENCE_MS = HEARTBEAT_MS, SILENCE_MS
+    ranks_module._HEARTBEAT_MS, ranks_module._SILENCE_MS = HEARTBEAT_MS, SILENCE_MS
     if sys.argv[1] == "serve":
         asyncio.run(_serve())
     else:

@@ -16,8 +16,7 @@ from services.common.rpc.command import ServeOptions
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.ranks.calls import Ranks, follow
-from services.trainer.ranks.sockets import RanksAddress, use_interface_to
+from services.trainer.ranks.calls import Ranks, RanksAddress, follow, use_interface_to
 from services.trainer.ranks.worker import Worker
 from services.trainer.servicer import NAME, TrainerServicer
 

@@ -10,8 +10,7 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from services.common.errors import InternalError, PreconditionFailed, Reason
-from services.trainer.ranks.calls import Message, Ranks, follow
-from services.trainer.ranks.sockets import RanksAddress, connect
+from services.trainer.ranks.calls import Message, Ranks, RanksAddress, connect, follow
 from tests.support import PATIENCE_S, raises
 from tests.trainer.rank_threads import threads_of
 from tests.trainer.ranks.crew import Crew, FakeWorker

@@ -18,9 +18,7 @@ from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.contract import OpenRole
 from services.trainer.ranks import calls as ranks_module
-from services.trainer.ranks import sockets
-from services.trainer.ranks.calls import Ranks
-from services.trainer.ranks.sockets import RanksAddress
+from services.trainer.ranks.calls import Ranks, RanksAddress
 from services.trainer.stream import BatchTraining
 from tests.support import PATIENCE_S, free_port, make_batch, raises
 from tests.trainer.rank_threads import following
@@ -29,8 +27,8 @@ from tests.trainer.toy_nodes import HEARTBEAT_MS, LOST, SILENCE_MS, Worker, toy
 
 @pytest.fixture(autouse=True)
 def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "_HEARTBEAT_MS", HEARTBEAT_MS)
-    monkeypatch.setattr(sockets, "_SILENCE_MS", SILENCE_MS)
+    monkeypatch.setattr(ranks_module, "_HEARTBEAT_MS", HEARTBEAT_MS)
+    monkeypatch.setattr(ranks_module, "_SILENCE_MS", SILENCE_MS)
 
 
 class Trainer:
@@ -181,7 +179,7 @@ def test_no_rank_stays_without_rank_0(number: int) -> None:
 
 
 def test_a_rank_that_comes_too_late_ends() -> None:
-    _, address = sockets.listen("127.0.0.1")
+    _, address = ranks_module.listen("127.0.0.1")
     nobody = RanksAddress(f"tcp://127.0.0.1:{free_port()}", address.key)
     with toy("follow", nobody.pack()) as rank_1:
         assert rank_1.wait(PATIENCE_S) == LOST

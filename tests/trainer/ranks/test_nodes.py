@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
-from services.trainer.ranks.sockets import published_host, use_interface_to
+from services.trainer.ranks.calls import published_host, use_interface_to
 from tests.support import PATIENCE_S, descendants, free_port, running, still_there
 from tests.trainer.deployment import Deployment
 from tests.trainer.toy_nodes import toy

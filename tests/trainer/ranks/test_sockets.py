@@ -7,8 +7,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from services.trainer.ranks.calls import Message, Ranks
-from services.trainer.ranks.sockets import RanksAddress
+from services.trainer.ranks.calls import Message, Ranks, RanksAddress
 from tests.support import PATIENCE_S
 from tests.trainer.rank_threads import following
 from tests.trainer.toy_nodes import Worker
