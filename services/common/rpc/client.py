@@ -19,7 +19,7 @@ from services.common.rpc.channel import OPTIONS, Channel
 from services.common.rpc.history import NotedCall, noting
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s
-from services.common.telemetry.context import outgoing
+from services.common.telemetry.trace import outgoing
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,7 @@ from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import server_options
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.tls import Credentials, require_role
-from services.common.telemetry.context import incoming
-from services.common.telemetry.trace import NO_TRACE, Span, Trace
+from services.common.telemetry.trace import NO_TRACE, Span, Trace, incoming
 
 log = logging.getLogger(__name__)
 

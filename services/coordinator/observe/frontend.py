@@ -17,7 +17,7 @@ from rich.table import Table
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
 from services.common.files.storage import writing
-from services.common.telemetry.context import formatter
+from services.common.telemetry.trace import formatter
 from services.coordinator.observe.terminal import Terminal
 from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.reporter import Reporter

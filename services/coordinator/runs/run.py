@@ -18,7 +18,7 @@ from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, described
 from services.common.files.storage import writing
 from services.common.forks import Forks
-from services.common.telemetry.context import within
+from services.common.telemetry.trace import within
 from services.coordinator.runs.checkpoints import (
     Checkpoints,
     SavedModel,

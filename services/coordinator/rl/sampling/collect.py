@@ -17,8 +17,7 @@ from services.common.config.run import Config
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.rewards import total
 from services.common.tasks import gather
-from services.common.telemetry.context import within
-from services.common.telemetry.trace import span
+from services.common.telemetry.trace import span, within
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Rollout
