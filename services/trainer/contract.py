@@ -21,10 +21,9 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.model_card import vocab_size_of
 from services.common.stamps import require_stamp
-from services.trainer.backend import Role
+from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.checkpoint.model_files import sampled_sha256
-from services.trainer.offload import Part
 from services.trainer.ranks.calls import Command, Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import (

@@ -31,11 +31,10 @@ from services.common.weights.buckets import highest_cost
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer import contract
-from services.trainer.backend import Role
+from services.trainer.backend import Part, Role
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
-from services.trainer.offload import Part
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks, published_host
 from services.trainer.ranks.worker import CONFIGS, Worker
 from services.trainer.samples import forward_parts

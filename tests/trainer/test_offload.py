@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
+from services.trainer.backend import GRADS, OPTIMIZER, PARAMS, Offloader
 
 CPU = torch.device("cpu")
 

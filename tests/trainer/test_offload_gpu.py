@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lockstep.types.v1.types_pb2 import DeviceMemory
 
 from services.common.errors import Overloaded, Reason
-from services.trainer.backend import Role
-from services.trainer.offload import Part
+from services.trainer.backend import Part, Role
 from services.trainer.ranks.worker import Worker
 from tests.support import make_model, raises
 from tests.trainer.fsdp_harness import Harness, samples

@@ -23,7 +23,7 @@ from services.common.batches.routed_experts import RoutedExpertsShape, routed_ex
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
-from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
+from services.trainer.backend import OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Part, Role, compute_dtype
 from services.trainer.checkpoint.agreement import names_on_all_ranks
 from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
 from services.trainer.compat.torch import discard_unreduced_gradients
@@ -32,7 +32,6 @@ from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.weights import WeightStream, local_shard
-from services.trainer.offload import OPTIMIZER, PARAMS, Offloader, Part
 from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_adamw
 from services.trainer.updates.packing import Microbatch

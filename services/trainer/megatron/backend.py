@@ -15,7 +15,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
-from services.trainer.backend import Backend, LossFunction, Role, compute_dtype
+from services.trainer.backend import GRADS, OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Role, compute_dtype
 from services.trainer.checkpoint.agreement import gather_json, names_on_all_ranks, same_on_all_ranks
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
@@ -34,7 +34,6 @@ from services.trainer.megatron.settings import (
 )
 from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
-from services.trainer.offload import GRADS, OPTIMIZER, PARAMS, Offloader
 from services.trainer.updates.packing import Microbatch
 
 T = TypeVar("T")

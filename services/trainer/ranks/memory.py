@@ -8,8 +8,7 @@ import torch
 
 from services.common.errors import Overloaded, Reason
 from services.common.memory import DeviceState, changed, device_state, gib
-from services.trainer.backend import Backend, Role
-from services.trainer.offload import Part
+from services.trainer.backend import Backend, Part, Role
 from services.trainer.ranks.calls import Message, rank_command
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import services.trainer.megatron  # noqa: F401  (before megatron itself)
 from services.common.errors import InvalidInput
+from services.trainer.backend import Offloader
 from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes, zigzag
 from services.trainer.megatron.settings import make
-from services.trainer.offload import Offloader
 from services.trainer.updates.packing import Microbatch
 
 quick = settings(max_examples=60, deadline=None)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.backend import Role
-from services.trainer.offload import Part
+from services.trainer.backend import Part, Role
 from services.trainer.ranks.memory import MemoryCommands
 
 SIZES = {Part.OPTIMIZER: 40, Part.PARAMETERS: 10}
