@@ -1,16 +1,135 @@
-"""Wraps a Hugging Face causal model to return log-probabilities or values of packed sequences."""
+"""Wraps a Hugging Face causal model to return log-probabilities or values of packed sequences.
+
+The layers of any such model mix packed tokens: attention by transformers' common interface, and rows for others.
+
+Suffixes: T tokens of all sequences, B sequences, L tokens of the longest, H query heads, K key heads, D numbers of a
+head or of a hidden state, N targets, V words of the vocabulary.
+"""
 
 import enum
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from services.trainer.fsdp import attention
-from services.trainer.fsdp.attention import Rows
+from services.common.errors import InvalidInput
+from services.common.families.supported import choose
+from services.trainer.attention import Attention, attend, to_rows, token_mask
 from services.trainer.structure import structure_of
 from services.trainer.updates.logprobs import linear_logprobs
 from services.trainer.updates.packing import Microbatch
+
+PACKED_ATTENTION = "lockstep_packed"
+# What models hand to every attention, and what changes nothing here: there is no cache, no dropout in evaluation, and
+# the sequences are known by their lengths.
+_WITHOUT_EFFECT = frozenset(
+    ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "past_key_values")
+)
+_KNOWN = frozenset(("cu_seqlens", "max_seqlen", "scaling", "sliding_window", "s_aux", "softcap"))
+
+
+def kernels_of(decoder: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Names the kernels that a model's layers will use."""
+    names = dict[str, None]()
+    for module in decoder.modules():
+        head_size = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None)
+        attends = hasattr(module, "o_proj") or hasattr(module, "k_proj")  # recurrent layers have a head_dim too
+        if isinstance(head_size, int) and attends:
+            has_cap = getattr(module, "attn_logit_softcapping", None) is not None
+            names[choose(device.type, str(dtype), head_size, has_cap=has_cap)] = None
+    return ", ".join(names)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attends causally within each sequence. query [1, H, T, D]; key, value [1, K, T, D]; result [1, T, H, D].
+
+    Raises:
+        InvalidInput: The model asks for something that is not known here.
+    """
+    _require_known(attention_mask, kwargs)
+    scale, lengths = kwargs.get("scaling"), (kwargs["cu_seqlens"], kwargs["max_seqlen"])
+    attention = Attention(
+        query.size(-1) ** -0.5 if scale is None else scale,
+        kwargs.get("sliding_window"),
+        kwargs.get("s_aux"),
+        kwargs.get("softcap"),
+    )
+    query_THD, key_TKD, value_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return attend(query_THD, key_TKD, value_TKD, lengths, attention).unsqueeze(0), None
+
+
+def _require_known(attention_mask: object, kwargs: Mapping[str, object]) -> None:
+    unknown = {name for name, value in kwargs.items() if value is not None} - _KNOWN - _WITHOUT_EFFECT
+    if attention_mask is not None:
+        problem = "an attention mask"
+    elif "cu_seqlens" not in kwargs:
+        problem = "attention that is not told the lengths of packed sequences"
+    elif unknown:
+        problem = f"attention with {', '.join(sorted(unknown))}"
+    else:
+        return
+    raise InvalidInput(f"model: {problem} is not supported with strategy fsdp", field="model")
+
+
+class Rows:
+    """Lets single modules of a model compute padded rows while all others compute packed tokens.
+
+    A module with a convolution or a recurrent state would carry it from one packed sequence into the next. It gets its
+    input as rows instead, B sequences of up to L tokens, padded on the right: what is causal never looks there, so the
+    padding needs no mask and changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_token_BL: torch.Tensor | None = None
+
+    def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
+        """Sets the sequences of the forward passes that follow, and of their backward passes."""
+        self._is_token_BL = token_mask(cu_seqlens_B1, longest)
+
+    def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [B, L, ...] of packed values [T, ...]."""
+        assert self._is_token_BL is not None, "begin was called"
+        return to_rows(packed_TX, self._is_token_BL)
+
+    def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
+        """Returns the packed values [T, ...] of rows [B, L, ...]."""
+        assert self._is_token_BL is not None, "begin was called"
+        return rows_BLX[self._is_token_BL]
+
+    def add_to(self, decoder: nn.Module) -> None:
+        """Makes every module that owns a convolution over tokens compute rows.
+
+        In transformers' models, whatever keeps a state from token to token begins with such a convolution.
+        """
+        owners = [
+            module for module in decoder.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())
+        ]
+        for owner in owners:
+            self._compute_rows(owner)
+
+    def _compute_rows(self, module: nn.Module) -> None:
+        forward = module.forward
+
+        def of_rows(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+            # Masks, positions and caches do not apply to the rows, and none is needed.
+            result = forward(self.scatter(hidden_states[0]))
+            if isinstance(result, tuple):
+                return self.gather(result[0])[None], *result[1:]
+            return self.gather(result)[None]
+
+        module.forward = of_rows
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 class Layout(enum.Enum):
@@ -33,7 +152,7 @@ class _Model(nn.Module):
             if id(parameter) not in trained:  # of a vision tower, which no text reaches
                 parameter.requires_grad_(False)
         if layout is Layout.PACKED:
-            causal_lm.set_attn_implementation(attention.NAME)
+            causal_lm.set_attn_implementation(PACKED_ATTENTION)
             self._rows.add_to(self.decoder)
         else:
             causal_lm.set_attn_implementation("eager")
@@ -54,7 +173,7 @@ class _Model(nn.Module):
         """Names what computes attention on a device, in the compute dtype."""
         if self.layout is Layout.ROWS:
             return "transformers' own operators, over padded samples"
-        return attention.chosen(self.decoder, device, dtype)
+        return kernels_of(self.decoder, device, dtype)
 
     def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """Returns the last hidden state [N, D] before each target."""

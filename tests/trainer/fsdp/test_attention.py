@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from services.common.families import supported
 from services.common.families.supported import Kernel, choose
 from services.trainer import attention
-from services.trainer.fsdp.attention import chosen, packed_attention
+from services.trainer.fsdp.model import kernels_of, packed_attention
 from services.trainer.structure import make_model
 from tests.trainer.zoo_harness import zoo_config
 
@@ -55,8 +55,8 @@ def test_a_models_kernels_are_named(monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.setattr(supported, "HAS_FLASH_ATTN", True)
     with init_empty_weights(include_buffers=False):
         model = make_model(zoo_config(name), dtype=HALF)
-    assert chosen(model, CUDA, HALF) == ", ".join(named)
-    assert chosen(model, CPU, torch.float32) == Kernel.PADDED
+    assert kernels_of(model, CUDA, HALF) == ", ".join(named)
+    assert kernels_of(model, CPU, torch.float32) == Kernel.PADDED
 
 
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *several: Any, **settings: Any) -> torch.Tensor:

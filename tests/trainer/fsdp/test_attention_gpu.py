@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.families.supported import HAS_FLASH_ATTN
-from services.trainer.fsdp.attention import packed_attention
+from services.trainer.fsdp.model import packed_attention
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
-from services.trainer.fsdp import attention
 from services.trainer.fsdp import model as models
-from services.trainer.fsdp.attention import Rows, packed_attention
-from services.trainer.fsdp.model import Layout, LogprobModel
+from services.trainer.fsdp.model import PACKED_ATTENTION, Layout, LogprobModel, Rows, packed_attention
 from services.trainer.fsdp.proof import largest_difference, layout_of
 from services.trainer.proof import MOST_NATS, shrink
 from services.trainer.structure import Structure, make_model, structure_of
@@ -27,7 +26,7 @@ def attending(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     def changed(*tensors: Any, **kwargs: Any) -> Any:
         return packed_attention(*tensors, **kwargs | change(kwargs))
 
-    return lambda patch: patch.setitem(attention.AttentionInterface._global_mapping, attention.NAME, changed)
+    return lambda patch: patch.setitem(AttentionInterface._global_mapping, PACKED_ATTENTION, changed)
 
 
 def structured(**changes: float) -> Patch:
