@@ -42,7 +42,7 @@ from services.rollout.arguments import (
     leave_out_states,
 )
 from services.rollout.compat.vllm import client
-from services.rollout.compat.vllm.engine_fork import spawning_engines
+from services.rollout.compat.vllm.client import spawning_engines
 from services.rollout.compat.vllm.patches import STAGES_SOCKET
 from services.rollout.compat.vllm.recorded import refusal, returning_experts, returning_masks
 from services.rollout.compat.vllm.scheduler import fewest_of

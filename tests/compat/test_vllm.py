@@ -44,7 +44,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.__main__ import _configure_vllm
-from services.rollout.compat.vllm import engine_fork, recorded, worker
+from services.rollout.compat.vllm import client, recorded, worker
 from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
 from services.rollout.compat.vllm.patches import add_one_by_one
 from services.rollout.compat.vllm.scheduler import kind_of
@@ -59,7 +59,7 @@ def names(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-# ---- engine_fork
+# ---- client: the fork server
 
 
 def test_vllm_has_no_name_for_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +77,10 @@ def test_pythons_fork_server_can_be_replaced() -> None:
     server = vars(forkserver._forkserver)
     assert {"_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid"} <= server.keys()
     assert names(forkserver.main)[:3] == ["listener_fd", "alive_r", "preload"]
-    assert find_spec(engine_fork.CPU_WORKER) is not None
+    assert find_spec(client.CPU_WORKER) is not None
 
 
-# ---- client
+# ---- client: AsyncLLM
 
 
 def test_a_pause_of_the_engine_is_one_call_and_vllms_own_sleeps_too() -> None:

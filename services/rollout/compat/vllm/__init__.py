@@ -2,8 +2,8 @@
 
 No process imports more of vLLM than it uses:
 
-    engine_fork  in the service: forks engines from a process that has imported vLLM
-    client       in the service: does what AsyncLLM has no public method, parameter or setting for
+    client       in the service: forks engines from a process that has imported vLLM, and does what AsyncLLM has no
+                 public method, parameter or setting for
     patches      in all processes of an engine: shares compiled models, and mends speculative decoding on CPU
     scheduler    in the engine: sends tokens 32 at a time, and counts drafts
     outputs      in the engine and the service: sends values with a sample's last output
