@@ -8,8 +8,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput
-from services.common.rpc.metrics_server import Metrics
-from services.common.rpc.server import RpcMetrics
+from services.common.rpc.server import Metrics, RpcMetrics
 from services.common.telemetry.trace import Span
 from services.coordinator.observe.reporters import Prometheus
 from services.reward.metrics import RewardMetrics

@@ -17,8 +17,7 @@ from services.common.process import (
     keep_files_private,
     require_extra,
 )
-from services.common.rpc.metrics_server import Metrics, Page
-from services.common.rpc.server import incarnation
+from services.common.rpc.server import Metrics, Page, incarnation
 from services.common.rpc.tls import Credentials, Role
 from services.common.telemetry.trace import NO_TRACE, Otel, Trace
 

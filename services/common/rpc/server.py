@@ -2,6 +2,8 @@
 
 Beyond loopback every connection uses mTLS, and every method is limited to the identities that tls.py lists for it.
 Plaintext is for loopback; on other interfaces it is refused unless the operator allows it with --insecure.
+
+Metrics are served to Prometheus. Each process has its own registry; the name of a metric ends with its unit.
 """
 
 import asyncio
@@ -10,20 +12,31 @@ import functools
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Never, NoReturn, TypeVar
+from typing import Any, ClassVar, Never, NoReturn, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.progress.v1 import progress_pb2_grpc
 from lockstep.types.v1.types_pb2 import ServiceInfo
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
 
 from services.common.errors import InternalError, InvalidInput, LockstepError, Reason, to_status
 from services.common.rpc import fence
@@ -290,3 +303,80 @@ class Server:
         PROGRESS.close()
         await self.grpc.stop(grace_s)
         return self.exit_code
+
+
+# One more connection closes the oldest, so that idle ones neither keep anybody out nor take ever more threads.
+_MAX_PAGE_CONNECTIONS = 64
+
+
+class PageHandler(WSGIRequestHandler):
+    """Answers one connection, in a thread of its own."""
+
+    timeout = 10.0  # of silence, after which the connection is closed
+    _open: ClassVar[dict[socket.socket, None]] = {}  # the oldest first
+
+    def handle(self) -> None:
+        self._open[self.connection] = None
+        for oldest in list(self._open)[:-_MAX_PAGE_CONNECTIONS]:
+            with contextlib.suppress(OSError):  # it ends by itself at this moment
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            with contextlib.suppress(OSError):  # the client is gone, sends nothing, or does not read
+                super().handle()
+        finally:
+            self._open.pop(self.connection, None)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where metrics are served; an empty `address` serves none."""
+
+    address: str = ""
+    insecure: bool = False
+    field: str = "--metrics"
+    consent: str = "pass --metrics-insecure"
+    """What an error message tells the user to do to allow another interface than loopback."""
+
+
+class Metrics:
+    """The metrics registry of a process, and the server of its page."""
+
+    def __init__(self, service: str, page: Page = Page()):
+        self._page, self.is_served = page, bool(page.address)
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        if page.address:
+            self._host, self._port = parse_address(page.address, field=page.field)
+            require_loopback(self._host, insecure=page.insecure, field=page.field, consent=page.consent)
+        disable_created_metrics()  # would add a second series to each counter: its creation time
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        about = Info("lockstep_service", "Name, version and incarnation of the service.", registry=self.registry)
+        about.info({"service": service, "version": version("lockstep-rl"), "incarnation": incarnation()})
+
+    def serve(self) -> int:
+        """Serves http://HOST:PORT/metrics from a thread, if there is an address.
+
+        Returns the port, which is a free one if the address has port 0; 0 if nothing is served.
+        """
+        if not self._page.address:
+            return 0
+        try:
+            server, thread = start_http_server(self._port, self._host, self.registry)
+        except OSError as error:
+            raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
+        server.RequestHandlerClass = PageHandler
+        server.socket.listen(
+            2 * _MAX_PAGE_CONNECTIONS
+        )  # with the standard library's 5, waiting clients retry after seconds
+        self._server = server, thread
+        log.info("metrics on http://%s:%d/metrics", self._host, server.server_port)
+        return server.server_port
+
+    def close(self) -> None:
+        if self._server:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()

@@ -18,8 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from services.common.config.load import AnyConfig
 from services.common.config.operation import ObservabilityConfig
 from services.common.files.storage import writing
-from services.common.rpc.metrics_server import Metrics, Page
-from services.common.rpc.server import SECONDS, incarnation
+from services.common.rpc.server import SECONDS, Metrics, Page, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.compat.tensorboardx import import_event_writer
 from services.coordinator.observe.trackers import open_tracker

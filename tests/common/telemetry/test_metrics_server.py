@@ -19,10 +19,8 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.rpc import metrics_server
 from services.common.rpc.client import Client
-from services.common.rpc.metrics_server import Metrics, Page
-from services.common.rpc.server import RpcMetrics
+from services.common.rpc.server import Metrics, Page, PageHandler, RpcMetrics
 from services.common.telemetry.trace import Span
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S, raises
@@ -125,7 +123,7 @@ def closed(connection: socket.socket) -> bool:
 
 
 def test_whoever_sends_no_request_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server.Handler, "timeout", 0.2)
+    monkeypatch.setattr(PageHandler, "timeout", 0.2)
     metrics = Metrics("x", Page("127.0.0.1:0"))
     with closing(metrics), socket.create_connection(("127.0.0.1", metrics.serve()), PATIENCE_S) as slow:
         slow.send(b"GET /metrics HTTP/1.1\r\n")
