@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.cpu_profile import REPEATS
 from benchmarks.memory_rank import Rank
 from services.common.families.architecture import read_architecture
-from services.trainer.ranks.launcher import run_ranks
+from services.trainer.command import run_ranks
 
 _KEPT = 10  # operators of each phase
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")

@@ -26,7 +26,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import read_architecture
 from services.common.weights.store import ServedStore
 from services.trainer.backend import Role
-from services.trainer.ranks.launcher import run_ranks
+from services.trainer.command import run_ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
 

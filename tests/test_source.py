@@ -25,7 +25,6 @@ APART = {
     "services.rollout.metrics": "its metrics are listed without vLLM",
     "services.coordinator.rl.loop": "the loop alone on a page",
     "services.trainer.fsdp.proof": "the proof of a strategy, as megatron has one in mbridge.py",
-    "services.trainer.command": "spawned ranks import it, which they cannot from __main__",
 }
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -20,7 +20,7 @@ def main() -> None:
     """Runs the service to its end."""
     kind, gate, *args = sys.argv[1:]
     if kind == "trainer":
-        from services.trainer.ranks.launcher import run_ranks
+        from services.trainer.command import run_ranks
 
         sys.exit(run_ranks(2, partial(serve_trainer, args, gate)))
     if gate:

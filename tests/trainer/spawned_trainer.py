@@ -2,8 +2,8 @@
 
 import runpy
 
-from services.trainer.ranks import launcher
+from services.trainer import command
 
 if __name__ == "__main__":
-    launcher.may_fork = lambda: False
+    command.may_fork = lambda: False
     runpy.run_module("services.trainer", run_name="__main__", alter_sys=True)

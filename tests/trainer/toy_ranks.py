@@ -7,7 +7,7 @@ import sys
 
 from services.common import process
 from services.common.rpc.command import REFUSED
-from services.trainer.ranks import launcher
+from services.trainer import command
 
 EXIT_CODE = 5
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,8 +31,8 @@ def work() -> None:
 
 process._GRACE_S = 0.2  # in a spawned rank too
 if __name__ == "__main__":
-    launcher._ANSWER_S = 0.2
-    launcher.import_before_fork = lambda *_: None  # these ranks need no torch
-    launcher._serve_store = lambda listener: listener
-    launcher.may_fork = lambda: sys.argv[1] == "fork"
-    sys.exit(launcher.run_ranks(2, work))
+    command._ANSWER_S = 0.2
+    command.import_before_fork = lambda *_: None  # these ranks need no torch
+    command._serve_store = lambda listener: listener
+    command.may_fork = lambda: sys.argv[1] == "fork"
+    sys.exit(command.run_ranks(2, work))
