@@ -18,8 +18,13 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA, decode_sampling_masks, encode_sampling_masks
-from services.common.batches.top_k import PADDING, encode_top_k
+from services.common.batches.batch import (
+    NO_TOKEN,
+    SAMPLE_SCHEMA,
+    decode_sampling_masks,
+    encode_sampling_masks,
+    encode_top_k,
+)
 from services.common.errors import LockstepError, Reason
 
 if TYPE_CHECKING:
@@ -232,7 +237,7 @@ def with_teacher_top_k(samples: pa.Table, *, k: int = 6) -> pa.Table:
     rows = []
     for row in samples.to_pylist():
         num_tokens = len(row["tokens"])
-        tokens_TK, probs_TK = np.full((num_tokens, k), PADDING), random.dirichlet(np.ones(k + 1), num_tokens)
+        tokens_TK, probs_TK = np.full((num_tokens, k), NO_TOKEN), random.dirichlet(np.ones(k + 1), num_tokens)
         counts, allowed = np.zeros(num_tokens, int), np.zeros(0, int)
         if row["sampling_mask"]:
             counts, allowed = decode_sampling_masks(row["sampling_mask"], num_tokens)

@@ -7,10 +7,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.common.batches import batch as batches
-from services.common.batches.batch import SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks
+from services.common.batches.batch import NO_TOKEN, SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks, decode_top_k
 from services.common.batches.blocks import begins_of_samples, packed_lengths, trained_tokens
 from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.batches.top_k import PADDING, decode_top_k
 from services.common.config.layout import microbatches_multiple
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -136,12 +135,12 @@ def check_teacher_top_k(samples: pa.Table, *, vocab_size: int) -> None:
         except ValueError as error:
             raise _refusal(name, f"row {index}: {error}") from error
         ordered_TK = np.sort(tokens_TK)
-        if ordered_TK.min() < PADDING or ordered_TK.max() >= vocab_size:
+        if ordered_TK.min() < NO_TOKEN or ordered_TK.max() >= vocab_size:
             raise _refusal(name, f"row {index} names a token outside of a vocabulary of {vocab_size}")
-        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != PADDING)).any():
+        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != NO_TOKEN)).any():
             raise _refusal(name, f"row {index} names a token twice at one place")
         probs_TK = np.exp(np.minimum(logprobs_TK, 1))  # more than 1 is too much, and must not overflow
-        probs_TK[:, :-1][tokens_TK == PADDING] = 0
+        probs_TK[:, :-1][tokens_TK == NO_TOKEN] = 0
         if not (np.isfinite(logprobs_TK).all() and (abs(probs_TK.sum(1) - 1) <= _ROUNDING).all()):
             raise _refusal(name, f"row {index} has log-probabilities that are not those of a distribution")
 

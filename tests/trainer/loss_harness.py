@@ -17,8 +17,8 @@ import pyarrow as pa
 import torch
 
 from services.common.batches import batch as batches
+from services.common.batches.batch import decode_top_k
 from services.common.batches.blocks import trained_tokens
-from services.common.batches.top_k import decode_top_k
 from services.trainer.backend import Role
 from services.trainer.losses.kinds import Tokens
 from tests.support import with_sampling_masks, with_teacher_top_k

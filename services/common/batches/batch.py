@@ -50,7 +50,7 @@ SAMPLE_SCHEMA = pa.schema(
         pa.field("routed_experts", pa.large_binary()),
         # The tokens that each token was drawn from (encode_sampling_masks); null if sampling was not truncated.
         pa.field("sampling_mask", pa.large_binary()),
-        # The tokens that the teacher finds most probable at each token (top_k.py); null without trainer.loss.distill.
+        # The tokens that the teacher finds most probable at each (encode_top_k); null without trainer.loss.distill.
         pa.field("teacher_top_k", pa.large_binary()),
     ]
 )
@@ -187,3 +187,34 @@ def join_sampling_masks(parts: Iterable[tuple[bytes, int]]) -> bytes:
         counts.append(data[:size] or bytes(size))
         allowed.append(data[size:])
     return b"".join((*counts, *allowed))
+
+
+NO_TOKEN = -1
+"""The number in place of a token, where fewer than k tokens can be sampled. Its log-probability is 0."""
+
+
+def top_k_bytes(k: int, num_tokens: int) -> int:
+    return (8 * k + 4) * num_tokens
+
+
+def encode_top_k(tokens_TK: np.ndarray, logprobs_TK: np.ndarray) -> bytes:
+    """Returns the bytes of k tokens at each of T places, the most probable to a teacher, with k + 1 log-probabilities.
+
+    The last of these is of all other tokens.
+    """
+    return tokens_TK.astype("<i4").tobytes() + logprobs_TK.astype("<f4").tobytes()
+
+
+def decode_top_k(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens, int32 [num_tokens, k], and the log-probabilities, float32 [num_tokens, k + 1].
+
+    Raises:
+        ValueError: These are not the same number of tokens for each of `num_tokens` places.
+    """
+    k, rest = divmod(len(data) - top_k_bytes(0, num_tokens), 8 * num_tokens)
+    if rest or k < 1:
+        raise ValueError(
+            f"{len(data)} bytes are not k tokens and k + 1 log-probabilities at each of {num_tokens} places"
+        )
+    tokens = np.frombuffer(data, "<i4", num_tokens * k).reshape(num_tokens, k)
+    return tokens, np.frombuffer(data, "<f4", num_tokens * (k + 1), tokens.nbytes).reshape(num_tokens, k + 1)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.common.batches.top_k import top_k_bytes
+from services.common.batches.batch import top_k_bytes
 from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 

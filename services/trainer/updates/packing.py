@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.batch import decode_sampling_masks
+from services.common.batches.batch import decode_sampling_masks, decode_top_k, encode_top_k
 from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.batches.top_k import decode_top_k, encode_top_k
 from services.common.errors import InvalidInput
 from services.trainer.updates.logprobs import Targets
 from services.trainer.updates.softmax import TopK
