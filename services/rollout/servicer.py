@@ -22,8 +22,8 @@ from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
-from services.common.stamps import require_stamp, show
 from services.common.weights.buckets import highest_cost
+from services.common.weights.plan import require_stamp, show_stamp
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
 from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
@@ -225,9 +225,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             if self._stamp is not None and self._stamp == request.stamp:
                 return rollout_pb2.CommitWeightsResponse()
             if self._received is None or self._received != request.stamp:
-                received = show(self._received) if self._received else "nothing"
+                received = show_stamp(self._received) if self._received else "nothing"
                 raise PreconditionFailed(
-                    f"asked to serve {show(request.stamp)} but received {received}", reason=Reason.DIGEST_MISMATCH
+                    f"asked to serve {show_stamp(request.stamp)} but received {received}", reason=Reason.DIGEST_MISMATCH
                 )
             if engine.asleep:
                 raise PreconditionFailed("the engine has no KV cache; call Wake", reason=Reason.ASLEEP)

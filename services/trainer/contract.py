@@ -20,7 +20,7 @@ from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.model_card import vocab_size_of
-from services.common.stamps import require_stamp
+from services.common.weights.plan import require_stamp
 from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.checkpoint.model_files import sampled_sha256

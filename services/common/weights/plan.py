@@ -1,4 +1,7 @@
-"""Plans a publication: sender and receivers split the weights into byte buckets by the same rule."""
+"""Plans a publication: sender and receivers split the weights into byte buckets by the same rule.
+
+A publication gives its weights a policy stamp, which identifies them by version and digest; stamps are compared here.
+"""
 
 import hashlib
 import itertools
@@ -10,8 +13,9 @@ from typing import TypeVar
 
 import torch
 from lockstep.types.v1 import types_pb2
+from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
 # Every tensor starts at a multiple of this in its bucket, so that views of any dtype are aligned.
 ALIGN_BYTES = 16
@@ -175,3 +179,28 @@ def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, s
         offset += num_bytes + -num_bytes % ALIGN_BYTES
     if places:
         yield Bucket(start, offset, tuple(places), sender)
+
+
+def require_stamp(expected: PolicyStamp, actual: PolicyStamp, *, who: str) -> None:
+    """Enforces the on-policy contract: `actual`, the stamp of the service `who`, must equal `expected`."""
+    if not expected.digest:
+        raise InvalidInput("expected_stamp: required", field="expected_stamp")
+    if not actual.digest:
+        raise PreconditionFailed(f"{who} holds version {actual.version}, not published yet", reason=Reason.UNPUBLISHED)
+    if expected == actual:
+        return
+    reason = Reason.STALE_STAMP if expected.version < actual.version else Reason.FUTURE_STAMP
+    if expected.version == actual.version:  # the same number, but other weights
+        reason = Reason.DIGEST_MISMATCH
+    raise PreconditionFailed(
+        f"{who} holds {show_stamp(actual)}, not {show_stamp(expected)}",
+        reason=reason,
+        held_version=actual.version,
+        held_digest=actual.digest,
+        expected_version=expected.version,
+        expected_digest=expected.digest,
+    )
+
+
+def show_stamp(stamp: PolicyStamp) -> str:
+    return f"version {stamp.version} ({stamp.digest[:8]})"

@@ -34,8 +34,8 @@ from services.common.rpc.address import parse_address, require_loopback
 from services.common.rpc.channel import require_mutual_trust
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server, shielded
-from services.common.stamps import require_stamp
 from services.common.tasks import gather
+from services.common.weights.plan import require_stamp
 from tests.support import LIMITS_S, PATIENCE_S, free_port, raises, until
 
 NAMES = ["lockstep.reward.v1.RewardService", "lockstep.rollout.v1.RolloutService"]
