@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
-from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron import mbridge as bridging
 from services.trainer.megatron.mbridge import Bridged

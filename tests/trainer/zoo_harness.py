@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from services.common.batches import batch as batches
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
-from services.trainer.checkpoint.agreement import gather_json
 from services.trainer.checkpoint.manifest import begin
+from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.samples import forward_parts
 from services.trainer.structure import class_of, make_model
 from tests.support import write_tokenizer

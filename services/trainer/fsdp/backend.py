@@ -24,8 +24,7 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
 from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Part, Role, compute_dtype
-from services.trainer.checkpoint.agreement import names_on_all_ranks
-from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
+from services.trainer.checkpoint.ranks import ThreadedWriter, names_on_all_ranks, typed_errors
 from services.trainer.compat.torch import discard_unreduced_gradients
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard

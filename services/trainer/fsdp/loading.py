@@ -19,8 +19,8 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
 from services.common.rpc.progress import PROGRESS
-from services.trainer.checkpoint.agreement import gather_json, same_on_all_ranks
 from services.trainer.checkpoint.model_files import load_config, require_finite, require_tensors, stored_tensors
+from services.trainer.checkpoint.ranks import gather_json, same_on_all_ranks
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.compat.transformers import ignored_tensors, keeping_float32, take_layout
 from services.trainer.fsdp.lora import add_adapters, sites_of

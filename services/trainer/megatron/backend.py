@@ -16,7 +16,7 @@ from services.common.errors import InvalidInput
 from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import GRADS, OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Role, compute_dtype
-from services.trainer.checkpoint.agreement import gather_json, names_on_all_ranks, same_on_all_ranks
+from services.trainer.checkpoint.ranks import gather_json, names_on_all_ranks, same_on_all_ranks
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters

@@ -25,7 +25,7 @@ from services.common.files.storage import writing
 from services.trainer.adapters import is_adapter
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.megatron.state import group_of, rng_tracker
 from services.trainer.megatron import optimizer as optimizers
 from services.trainer.megatron.model import Chunk, ValueModel

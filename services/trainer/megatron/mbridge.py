@@ -22,7 +22,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, LockstepError
 from services.common.families.architecture import Architecture
-from services.trainer.checkpoint.agreement import same_on_all_ranks
+from services.trainer.checkpoint.ranks import same_on_all_ranks
 from services.trainer.compat.megatron.mbridge import ModelBridge, make_bridge
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks

@@ -33,7 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
-from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.megatron.state import allocate_hybrid, inner_optimizers, share_hybrid, take_range
 from services.trainer.megatron.settings import make, refusals
 from services.trainer.megatron.torch_dist import Sharded, load

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from services.common.weights.buckets import Item, Span
 from services.common.weights.plan import ALIGN_BYTES, take_together
-from services.trainer.checkpoint.agreement import gather_json
+from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.lora import AdaptedLinear
 from services.trainer.megatron.parallel import Parallelism

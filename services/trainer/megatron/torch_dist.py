@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
 from services.common.files.storage import writing
-from services.trainer.checkpoint.agreement import gather_json
-from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
+from services.trainer.checkpoint.ranks import ThreadedWriter, gather_json, typed_errors
 from services.trainer.compat.megatron.state import torch_tensors
 
 # Nested dicts whose leaves are Megatron's sharded tensors, or factories that make them.

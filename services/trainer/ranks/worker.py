@@ -30,7 +30,7 @@ from services.common.weights.plan import Plan
 from services.trainer.backend import Backend, Role
 from services.trainer.checkpoint import export as exports
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.torch_writer import in_background
+from services.trainer.checkpoint.ranks import in_background
 from services.trainer.losses import Totals
 from services.trainer.losses.kinds import require_importable
 from services.trainer.ranks.calls import Message, rank_command
@@ -372,7 +372,7 @@ class Worker(MemoryCommands):
     def _start_process_group(self, timeout: timedelta) -> None:
         self._num_groups += 1
         store = dist.PrefixStore(f"lockstep/{self._num_groups}", self._store)  # which has an earlier group's keys still
-        # With GPUs gloo too: ranks tell each other JSON in host memory (checkpoint/agreement.py).
+        # With GPUs gloo too: ranks tell each other JSON in host memory (checkpoint/ranks.py).
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._world_size, timeout=timeout)
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.common.errors import PreconditionFailed, Reason
-from services.trainer.checkpoint.torch_writer import ThreadedWriter, typed_errors
+from services.trainer.checkpoint.ranks import ThreadedWriter, typed_errors
 from tests.small_disk import small_disk
 from tests.support import PATIENCE_S, raises
 
