@@ -20,7 +20,7 @@ from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unav
 from services.common.rpc.address import require_secure
 from services.common.rpc.client import Answer, Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
-from services.coordinator.daemon.history import from_message, state_name
+from services.coordinator.daemon.history import state_name
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import fitting
 from services.coordinator.observe.frontend import Outcome
@@ -232,7 +232,7 @@ def _runs_table(runs: Sequence[pb.Run], width: int) -> Table:
 def _show(answer: pb.WatchRunResponse, table: Terminal) -> None:
     run = answer.run
     if answer.HasField("conversation"):
-        table.conversation(answer.step.version, from_message(answer.conversation))
+        table.conversation(answer.step.version, answer.conversation)
     if answer.HasField("step"):
         table.step(answer.step.version, dict(answer.step.values))
     elif answer.HasField("evaluation"):

@@ -7,7 +7,6 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import LockstepError, described
-from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.runs.ledger import LEDGER, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, metrics_lines
 
@@ -66,19 +65,3 @@ def is_news(event: pb.WatchRunResponse, after: int) -> bool:
     """Returns whether `event` is new to a watcher that has seen everything up to step `after`."""
     # The evaluation of a step follows it, so the watcher may not have it; that of step 0 comes before all steps.
     return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
-
-
-def to_message(conversation: Conversation) -> pb.Conversation:
-    return pb.Conversation(
-        prompt_id=conversation.prompt_id,
-        sample=conversation.sample,
-        prompt=conversation.prompt,
-        parts=[pb.ConversationPart(text=part.text, reward=part.reward) for part in conversation.parts],
-        reward=conversation.reward,
-        finish_reason=conversation.finish_reason,
-    )
-
-
-def from_message(message: pb.Conversation) -> Conversation:
-    parts = [Part(part.text, part.reward if part.HasField("reward") else None) for part in message.parts]
-    return Conversation(message.prompt_id, message.sample, message.prompt, parts, message.reward, message.finish_reason)

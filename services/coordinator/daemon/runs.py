@@ -21,9 +21,8 @@ from services.common.rpc.address import require_secure
 from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import visible_gpus
-from services.coordinator.daemon.history import event_of, is_news, read_events, read_run, state_name, to_message
+from services.coordinator.daemon.history import event_of, is_news, read_events, read_run, state_name
 from services.coordinator.daemon.logs import logging_to, read_log
-from services.coordinator.data.groups import Conversation
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.inputs import check_weights
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
@@ -54,7 +53,7 @@ class RunInProgress(Reporter):
         self.ended = asyncio.Event()
         self._events: list[pb.WatchRunResponse] = []
         self._changed = asyncio.Event()
-        self._conversation: tuple[int, Conversation] | None = None
+        self._conversation: tuple[int, pb.Conversation] | None = None
         self._run: Run | None = None
         self._session = asyncio.create_task(self._run_session(), name=f"run {config.name}")
 
@@ -128,7 +127,7 @@ class RunInProgress(Reporter):
         self._events.append(event_of(version, metrics, is_step=True))
         self._notify()
 
-    def conversation(self, version: int, conversation: Conversation) -> None:
+    def conversation(self, version: int, conversation: pb.Conversation) -> None:
         self._conversation = version, conversation
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
@@ -138,7 +137,7 @@ class RunInProgress(Reporter):
     def _with_conversation(self, answer: pb.WatchRunResponse) -> pb.WatchRunResponse:
         version, conversation = self._conversation or (0, None)
         if conversation and answer.step.version == version:
-            answer.conversation.CopyFrom(to_message(conversation))
+            answer.conversation.CopyFrom(conversation)
         return answer
 
     def _notify(self) -> None:

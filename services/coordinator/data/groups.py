@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
@@ -346,36 +347,15 @@ def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict
     return {f"reward[{name}={value}]": float(np.concatenate(rewards[value]).mean()) for value in sorted(rewards)}
 
 
-@dataclass(frozen=True)
-class Part:
-    """The text of a turn of the policy with its reward, or the environment's reply, which has none."""
-
-    text: str
-    reward: float | None
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One sample of a batch. Without an environment it has one turn, the completion."""
-
-    prompt_id: str
-    sample: int
-    prompt: str
-    parts: Sequence[Part]
-    reward: float
-    """Reward of the whole sample, including the scorers'."""
-    finish_reason: str
-
-    @classmethod
-    def of(cls, row: Record, text: Callable[[Sequence[int]], str]) -> Self:
-        """Returns the conversation of a row of a batch; `text` returns the text to show for some tokens."""
-        tokens, episode = row["tokens"], Episode.of(row)
-        parts: list[Part] = [] if episode else [Part(text(tokens), row["reward"])]
-        if episode:
-            turns, replies = episode.turns(tokens), episode.replies(tokens)
-            for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
-                parts.append(Part(text(turn), reward))
-                if reply:
-                    parts.append(Part(text(reply), None))
-        prompt = text(row["prompt_tokens"])
-        return cls(row["prompt_id"], row["sample"], prompt, parts, row["reward"], row["finish_reason"])
+def conversation_of(row: Record, text: Callable[[Sequence[int]], str]) -> pb.Conversation:
+    """Returns a row of a batch as texts, which `text` makes of tokens. Without an environment it has one turn."""
+    tokens, episode = row["tokens"], Episode.of(row)
+    parts = [] if episode else [pb.ConversationPart(text=text(tokens), reward=row["reward"])]
+    if episode:
+        turns, replies = episode.turns(tokens), episode.replies(tokens)
+        for turn, reward, reply in zip(turns, episode.turn_rewards, replies, strict=True):
+            parts.append(pb.ConversationPart(text=text(turn), reward=reward))
+            if reply:
+                parts.append(pb.ConversationPart(text=text(reply)))
+    same = {name: row[name] for name in ("prompt_id", "sample", "reward", "finish_reason")}
+    return pb.Conversation(prompt=text(row["prompt_tokens"]), parts=parts, **same)

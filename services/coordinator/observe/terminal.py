@@ -10,12 +10,13 @@ from statistics import median
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.coordinator.data.groups import Conversation, Part
+from services.coordinator.data.groups import conversation_of
 from services.coordinator.observe.console import fitting
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter, in_order
@@ -39,14 +40,14 @@ class LastSample(Reporter):
                 (row,) = next(file.iter_batches(batch_size=1)).to_pylist()
         except pa.ArrowInvalid as error:  # it is a ValueError, but it means that the disk has lost data
             raise OSError(f"{path} is damaged: {error}") from error
-        self._shown.conversation(version, Conversation.of(row, self._text))
+        self._shown.conversation(version, conversation_of(row, self._text))
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self._decode(tokens)
         return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} …"
 
 
-def show_conversation(conversation: Conversation, title: str, width: int, height: int) -> RenderableType:
+def show_conversation(conversation: pb.Conversation, title: str, width: int, height: int) -> RenderableType:
     """Returns the conversation in at most `height` lines of `width`, with the middle cut out if it is longer."""
     room = max(1, (height - 2) // _LINES_PER_TEXT)
     head = Text(f"{title}, prompt {conversation.prompt_id}, sample {conversation.sample}: ", overflow="ellipsis")
@@ -66,10 +67,10 @@ def show_conversation(conversation: Conversation, title: str, width: int, height
     return Group(head, grid)
 
 
-def _lines(parts: Sequence[Part]) -> list[tuple[str, str, str, str]]:
+def _lines(parts: Sequence[pb.ConversationPart]) -> list[tuple[str, str, str, str]]:
     lines, turn = [], 0
     for part in parts:
-        if part.reward is None:
+        if not part.HasField("reward"):
             lines.append(("reply", part.text, "", "dim"))
         else:
             turn += 1
@@ -149,7 +150,7 @@ class Terminal(Reporter):
         self._step_s: deque[float] = deque(maxlen=_ROWS)
         self._phase, self._sets, self._phase_began_s = "", _NAMES[1], 0.0
         self._stages = Stages()
-        self._episode: tuple[int, Conversation] | None = None
+        self._episode: tuple[int, pb.Conversation] | None = None
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
         if not console.is_terminal:
             console.print(_line(_NAMES), style="bold", soft_wrap=True)
@@ -171,7 +172,7 @@ class Terminal(Reporter):
         if not self._console.is_terminal:
             self._console.print(_line([f"{version}/{self._num_steps}", *row[1:]]), soft_wrap=True)
 
-    def conversation(self, version: int, conversation: Conversation) -> None:
+    def conversation(self, version: int, conversation: pb.Conversation) -> None:
         self._episode = version, conversation
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from services.coordinator.data.groups import Conversation
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Reporter:
     def step(self, version: int, metrics: dict[str, float]) -> None:
         """Reports a finished step; `version` counts steps from 1."""
 
-    def conversation(self, version: int, conversation: Conversation) -> None:
+    def conversation(self, version: int, conversation: pb.Conversation) -> None:
         """Shows one sample of the step `version`, which is reported next."""
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:

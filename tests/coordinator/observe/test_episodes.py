@@ -12,34 +12,35 @@ from rich.console import Console
 
 from services.common.batches.batch import SAMPLE_SCHEMA
 from services.coordinator.daemon.client import _show
-from services.coordinator.daemon.history import from_message, to_message
-from services.coordinator.data.groups import Conversation, Part
 from services.coordinator.observe.terminal import LastSample, Terminal
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter
 from tests.coordinator.observe.test_reporters import STEP, make_console
 from tests.support import make_batch
 
+Part = pb.ConversationPart
 PAGE = "a page " * 100
 PARTS = (
-    Part('I ask. <tool_call>\n{"name": "search"}\n</tool_call>', 0.25),
-    Part(f"\nuser\n{PAGE}[red]\x1b[2Jevil\nassistant\n", None),
-    Part("Rome.", 1.0),
+    Part(text='I ask. <tool_call>\n{"name": "search"}\n</tool_call>', reward=0.25),
+    Part(text=f"\nuser\n{PAGE}[red]\x1b[2Jevil\nassistant\n"),
+    Part(text="Rome.", reward=1.0),
 )
-CONVERSATION = Conversation("p7", 3, "What is the capital?", PARTS, 1.25, "turn_limit")
+CONVERSATION = pb.Conversation(
+    prompt_id="p7", sample=3, prompt="What is the capital?", parts=PARTS, reward=1.25, finish_reason="turn_limit"
+)
 
 
 class Kept(Reporter):
     shows_samples = True
 
     def __init__(self):
-        self.shown: list[tuple[int, Conversation]] = []
+        self.shown: list[tuple[int, pb.Conversation]] = []
 
-    def conversation(self, version: int, conversation: Conversation) -> None:
+    def conversation(self, version: int, conversation: pb.Conversation) -> None:
         self.shown.append((version, conversation))
 
 
-def lines(conversation: Conversation, width: int, height: int) -> list[str]:
+def lines(conversation: pb.Conversation, width: int, height: int) -> list[str]:
     terminal = Terminal(make_console(width, height, is_terminal=True), 9)
     terminal.conversation(4, conversation)
     terminal.step(4, STEP)
@@ -66,7 +67,7 @@ def test_a_conversation_is_below_the_table(width: int, height: int) -> None:
 def test_a_watcher_sees_the_conversation_with_its_step() -> None:
     terminal = Terminal(make_console(80, 24, is_terminal=True), 9)
     numbers = pb.Numbers(version=4, values=STEP)
-    _show(pb.WatchRunResponse(run=pb.Run(), step=numbers, conversation=to_message(CONVERSATION)), terminal)
+    _show(pb.WatchRunResponse(run=pb.Run(), step=numbers, conversation=CONVERSATION), terminal)
     terminal.close()
     console = Console(file=io.StringIO(), width=80, height=24, color_system=None)
     console.print(terminal._shown())
@@ -74,8 +75,8 @@ def test_a_watcher_sees_the_conversation_with_its_step() -> None:
 
 
 def test_a_long_conversation_loses_its_middle() -> None:
-    parts = [Part(f"turn number {number}", float(number)) for number in range(40)]
-    text = "\n".join(lines(Conversation("p", 0, "?", parts, 1.0, "stop"), 80, 24))
+    parts = [Part(text=f"turn number {number}", reward=float(number)) for number in range(40)]
+    text = "\n".join(lines(pb.Conversation(prompt="?", parts=parts), 80, 24))
     assert "turn number 0" in text and "turn number 39" in text and "more" in text and "turn number 20" not in text
 
 
@@ -91,7 +92,7 @@ def test_the_first_episode_of_a_batch_is_shown(tmp_path: Path) -> None:
     LastSample(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(5, {})
     ((version, conversation),) = kept.shown
     assert version == 5 and conversation.prompt_id == rows[0]["prompt_id"]
-    assert list(conversation.parts) == [Part("5,6", 0.5), Part("7", None), Part("8", 0.0)]
+    assert list(conversation.parts) == [Part(text="5,6", reward=0.5), Part(text="7"), Part(text="8", reward=0.0)]
     assert conversation.prompt == ",".join(map(str, rows[0]["prompt_tokens"]))
 
 
@@ -104,7 +105,7 @@ def test_a_completion_is_a_conversation_of_one_turn(tmp_path: Path) -> None:
     LastSample(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(1, {})
     ((_, conversation),) = kept.shown
     assert conversation.prompt == ",".join(map(str, row["prompt_tokens"]))
-    assert list(conversation.parts) == [Part(",".join(map(str, row["tokens"])), row["reward"])]
+    assert list(conversation.parts) == [Part(text=",".join(map(str, row["tokens"])), reward=row["reward"])]
     text = "\n".join(lines(conversation, 80, 24))
     assert "completion" in text and "turn 1" not in text
 
@@ -124,10 +125,3 @@ def test_samples_of_some_steps_are_shown(tmp_path: Path) -> None:
     for step in range(1, 7):
         reporter.step(step, {})
     assert [version for version, _ in kept.shown] == [3, 6]
-
-
-def test_a_conversation_on_the_wire_is_the_same() -> None:
-    message = to_message(CONVERSATION)
-    assert from_message(type(message).FromString(message.SerializeToString())) == Conversation(
-        **{**vars(CONVERSATION), "parts": list(PARTS)}
-    )

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from services.common.batches.blocks import begins_of_samples
-from services.coordinator.data.groups import Conversation
+from services.coordinator.data.groups import conversation_of
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
 from services.coordinator.runs.ledger import Kind
@@ -251,8 +251,8 @@ def _parts(segments: Sequence[Record], ends: Mapping[tuple[int, int], _Part], de
     if row.get("calls") is not None:
         end = ends.get((row["group"], row["sample"]))
         return [*_calls(segments, decode), *([end] if end else [])]
-    conversation = Conversation.of(row, lambda tokens: _text(tokens, decode))
-    return [(part.text, None if part.reward is None else number(part.reward)) for part in conversation.parts]
+    conversation = conversation_of(row, lambda tokens: _text(tokens, decode))
+    return [(part.text, number(part.reward) if part.HasField("reward") else None) for part in conversation.parts]
 
 
 def _calls(segments: Sequence[Record], decode: Decode) -> Iterator[_Part]:
