@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -297,32 +296,14 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
     return pa.Table.from_arrays(columns, schema=SAMPLE_SCHEMA)
 
 
-# A longer list is copied as a whole, which costs a few microseconds.
-_FEW_NUMBERS = 64
-
-
 def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Returns `values` as Arrow, which would read lists of numbers more slowly."""
-    if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
-        return pa.array(values, kind)
-    is_null = [value is None for value in values]
-    if all(is_null):
-        return pa.nulls(len(values), kind)
-    lists, dtype = [() if value is None else value for value in values], kind.value_type.to_pandas_dtype()
-    ends = np.cumsum([0, *map(len, lists)], dtype=np.int32)
-    if ends[-1] < _FEW_NUMBERS * len(lists):
-        flat = np.fromiter(chain.from_iterable(lists), dtype, ends[-1])
-    else:
-        flat = _copied(lists, dtype, ends)
-    return pa.ListArray.from_arrays(pa.array(ends), pa.array(flat), kind, mask=pa.array(is_null))
-
-
-def _copied(lists: Sequence[Any], dtype: type, ends: np.ndarray) -> np.ndarray:
-    flat, before, copied = np.empty(ends[-1], dtype), None, np.empty(0, dtype)
-    for values, (begin, end) in zip(lists, pairwise(ends.tolist()), strict=True):
-        flat[begin:end] = copied if values is before else values  # samples of a prompt share its tokens
-        before, copied = values, flat[begin:end]
-    return flat
+    """Returns `values` as Arrow, which reads lists of numbers faster from numpy."""
+    if pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type):
+        dtype = kind.value_type.to_pandas_dtype()
+        distinct = {id(value): value for value in values if value is not None}  # samples of a prompt share its tokens
+        arrays = {key: np.asarray(value, dtype) for key, value in distinct.items()}
+        values = [arrays.get(id(value)) for value in values]
+    return pa.array(values, kind)
 
 
 def to_episodes(groups: Sequence[SampledGroup]) -> pa.Table | None:
