@@ -15,8 +15,9 @@ from services.coordinator.cli.options import ServiceOptions, addresses_of, takes
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
+    from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
     from services.common.rpc.tls import Identity
-    from services.coordinator.runs.replicas import ListedReplica
 
 _console = literal_console()
 
@@ -144,9 +145,9 @@ def _change(
     run: str, at: str, options: ServiceOptions, *, added: Sequence[str] = (), removed: Sequence[str] = ()
 ) -> None:
     from services.coordinator.daemon.client import Coordinator
-    from services.coordinator.runs.replicas import change_replicas, listed_replicas
+    from services.coordinator.runs.replicas import change_replicas, listed_replicas, replica_state
 
-    async def on_daemon() -> "list[ListedReplica]":
+    async def on_daemon() -> "list[pb.Replica]":
         async with Coordinator(at, addresses_of(options, is_operator=True).transport) as daemon:
             if added or removed:
                 return await daemon.change_replicas(run, added, removed)
@@ -164,6 +165,6 @@ def _change(
     has_notes = any(replica.note for replica in listed)
     table = Table("replica", "state", "version", *["note"] * has_notes)
     for replica in listed:
-        version = "" if replica.version is None else str(replica.version)
-        table.add_row(replica.address, replica.state, version, *[replica.note] * has_notes)
+        version = str(replica.version) if replica.HasField("version") else ""
+        table.add_row(replica.address, replica_state(replica), version, *[replica.note] * has_notes)
     _console.print(table)

@@ -26,7 +26,6 @@ from services.coordinator.observe.console import fitting
 from services.coordinator.observe.frontend import Outcome
 from services.coordinator.observe.terminal import Terminal
 from services.coordinator.rl.session import show_outcome
-from services.coordinator.runs.replicas import ListedReplica
 from services.coordinator.runs.reporter import in_order
 
 log = logging.getLogger(__name__)
@@ -75,14 +74,14 @@ class Coordinator:
         """Asks a run to stop. Returns without waiting for its end."""
         return (await self._call(CoordinatorService.StopRun, pb.StopRunRequest(name=name, now=now))).run
 
-    async def replicas(self, name: str) -> list[ListedReplica]:
+    async def replicas(self, name: str) -> list[pb.Replica]:
         answer = await self._call(CoordinatorService.ListReplicas, pb.ListReplicasRequest(name=name))
-        return list(map(_listed, answer.replicas))
+        return list(answer.replicas)
 
-    async def change_replicas(self, name: str, add: Sequence[str], remove: Sequence[str]) -> list[ListedReplica]:
+    async def change_replicas(self, name: str, add: Sequence[str], remove: Sequence[str]) -> list[pb.Replica]:
         """Adds and removes replicas of a run in progress. Returns all of them."""
         request = pb.ChangeReplicasRequest(name=name, add=add, remove=remove)
-        return list(map(_listed, (await self._call(CoordinatorService.ChangeReplicas, request)).replicas))
+        return list((await self._call(CoordinatorService.ChangeReplicas, request)).replicas)
 
     async def watch(self, name: str) -> AsyncIterator[pb.WatchRunResponse]:
         """Yields each event of a run once, from its first step to its end. Reconnects if the connection breaks."""
@@ -142,11 +141,6 @@ class Coordinator:
             raise Unavailable(
                 f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
             ) from timeout
-
-
-def _listed(replica: pb.Replica) -> ListedReplica:
-    version = replica.version if replica.HasField("version") else None
-    return ListedReplica(replica.address, version, replica.is_wanted, replica.note, replica.is_unused)
 
 
 _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read

@@ -7,7 +7,6 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -29,7 +28,7 @@ from services.coordinator.fleet.launch import Addresses, started_ranks, starts_r
 from services.coordinator.observe.frontend import Outcome
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl.session import load_data, run_session
-from services.coordinator.runs.replicas import ListedReplica, change_replicas, listed_replicas
+from services.coordinator.runs.replicas import change_replicas, listed_replicas
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
@@ -333,14 +332,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: Context) -> pb.ListReplicasResponse:
         listed = await asyncio.to_thread(listed_replicas, await self._directory(request.name))
-        return pb.ListReplicasResponse(replicas=map(_replica, listed))
+        return pb.ListReplicasResponse(replicas=listed)
 
     async def ChangeReplicas(self, request: pb.ChangeReplicasRequest, context: Context) -> pb.ChangeReplicasResponse:
         for address in request.add:
             require_secure(address, self._transport, field="add")
         directory = await self._directory(request.name)
         listed = await asyncio.to_thread(change_replicas, directory, add=request.add, remove=request.remove)
-        return pb.ChangeReplicasResponse(replicas=map(_replica, listed))
+        return pb.ChangeReplicasResponse(replicas=listed)
 
     async def _directory(self, name: str) -> Path:
         return Path((await self._runs.get(name)).run_dir)
@@ -366,10 +365,6 @@ def _with_models(config: Config, addresses: Addresses) -> Config:
     local = config if addresses.trainer else with_local_models(config)
     check_weights(local, addresses)
     return local
-
-
-def _replica(listed: ListedReplica) -> pb.Replica:
-    return pb.Replica(**asdict(listed))  # the fields have the same names
 
 
 def _addresses(message: pb.ServiceAddresses, transport: Transport) -> Addresses:

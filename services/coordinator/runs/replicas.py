@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
+
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.storage import writing
@@ -33,25 +35,13 @@ class Note:
     """The address by which the run uses the same service, if it does."""
 
 
-@dataclass(frozen=True)
-class ListedReplica:
-    address: str
-    version: int | None
-    """The version that it serves; None if it did not take part in the newest publication."""
-    is_wanted: bool
-    """Whether it takes part in the next publication, if it can."""
-    note: str = ""
-    """Why it does not serve, if the coordinator knows."""
-    is_unused: bool = False
-    """Whether the run does without it although it is listed."""
-
-    @property
-    def state(self) -> str:
-        if self.is_unused:
-            return "unused"
-        if not self.is_wanted:
-            return "leaving"
-        return "joining" if self.version is None else "serving"
+def replica_state(replica: pb.Replica) -> str:
+    """Returns the state of a replica as a word."""
+    if replica.is_unused:
+        return "unused"
+    if not replica.is_wanted:
+        return "leaving"
+    return "serving" if replica.HasField("version") else "joining"
 
 
 def parse_replicas(text: str) -> list[str]:
@@ -81,7 +71,7 @@ def read_notes(run_dir: Path) -> dict[str, Note]:
     return {at: Note(**note) for at, note in json.loads(path.read_text()).items()} if path.is_file() else {}
 
 
-def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[ListedReplica]:
+def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[str] = ()) -> list[pb.Replica]:
     """Adds and removes addresses, and returns all replicas then.
 
     Raises:
@@ -102,7 +92,7 @@ def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[
     return listed_replicas(run_dir)
 
 
-def listed_replicas(run_dir: Path) -> list[ListedReplica]:
+def listed_replicas(run_dir: Path) -> list[pb.Replica]:
     """Returns the replicas of a run in progress: those that served its newest weights, then those that join."""
     _require_running(run_dir)
     version, served = _published(run_dir)
@@ -111,10 +101,10 @@ def listed_replicas(run_dir: Path) -> list[ListedReplica]:
     joining = [address for address in wanted if address not in served]
     none = Note("")
     return [
-        ListedReplica(
-            address,
-            version if address in served else None,
-            address in stay,
+        pb.Replica(
+            address=address,
+            version=version if address in served else None,
+            is_wanted=address in stay,
             note=notes.get(address, none).why,
             is_unused=notes.get(address, none).is_unused,
         )

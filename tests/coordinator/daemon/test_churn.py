@@ -9,6 +9,7 @@ import pytest
 
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Reason
 from services.coordinator.runs.record import batch_path
+from services.coordinator.runs.replicas import replica_state
 from tests.coordinator.daemon.harness import Daemon, daemon, fake_services
 from tests.coordinator.fake_services import FakeReplica
 from tests.support import raises, until
@@ -25,7 +26,7 @@ def assert_same_batches(directories: Sequence[Path]) -> None:
 
 
 async def states(here: Daemon, name: str) -> dict[str, str]:
-    return {replica.address: replica.state for replica in await here.coordinator.replicas(name)}
+    return {replica.address: replica_state(replica) for replica in await here.coordinator.replicas(name)}
 
 
 async def replace_in_step(here: Daemon, log: Log, old: FakeReplica, new: FakeReplica, *, is_killed: bool) -> None:

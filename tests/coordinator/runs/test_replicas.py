@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
@@ -13,11 +14,11 @@ from services.coordinator.cli.main import app
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from services.coordinator.runs.replicas import (
     REPLICAS,
-    ListedReplica,
     Note,
     change_replicas,
     listed_replicas,
     parse_replicas,
+    replica_state,
     write_notes,
     write_replicas,
 )
@@ -25,6 +26,7 @@ from tests.coordinator.fake_services import make_config
 from tests.support import raises
 
 A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"
+SERVING_A, SERVING_B = (pb.Replica(address=address, version=3, is_wanted=True) for address in (A, B))
 
 
 def begin(directory: Path, **rollout: Any) -> Ledger:
@@ -46,17 +48,17 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 def test_what_is_listed_follows_from_the_list_and_the_last_publication(run_dir: Path) -> None:
     found = change_replicas(run_dir, add=[C], remove=[A])
-    assert found == [ListedReplica(A, 3, False), ListedReplica(B, 3, True), ListedReplica(C, None, True)]
-    assert [replica.state for replica in found] == ["leaving", "serving", "joining"]
+    assert found == [pb.Replica(address=A, version=3), SERVING_B, pb.Replica(address=C, is_wanted=True)]
+    assert [replica_state(replica) for replica in found] == ["leaving", "serving", "joining"]
     assert parse_replicas((run_dir / REPLICAS).read_text()) == [B, C]
     assert change_replicas(run_dir, add=[A, B], remove=[C]) == listed_replicas(run_dir)
-    assert [replica.state for replica in listed_replicas(run_dir)] == ["serving", "serving"]
+    assert [replica_state(replica) for replica in listed_replicas(run_dir)] == ["serving", "serving"]
 
 
 def test_before_its_first_publication_all_join(tmp_path: Path) -> None:
     with closing(begin(tmp_path / "run")) as ledger:
         ledger.record(Kind.OPENED)  # another session
-        assert {replica.state for replica in listed_replicas(tmp_path / "run")} == {"joining"}
+        assert {replica_state(replica) for replica in listed_replicas(tmp_path / "run")} == {"joining"}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_a_wrong_change_changes_nothing(run_dir: Path, changes: dict[str, list[s
 @pytest.mark.parametrize("ignored", ["", "nowhere\n"])
 def test_a_list_that_changes_nothing_leaves_the_replicas_that_serve(run_dir: Path, ignored: str) -> None:
     (run_dir / REPLICAS).write_text(ignored)
-    assert listed_replicas(run_dir) == [ListedReplica(A, 3, True), ListedReplica(B, 3, True)]
+    assert listed_replicas(run_dir) == [SERVING_A, SERVING_B]
     with raises(InvalidInput, field="address"):
         change_replicas(run_dir, remove=[C])
     change_replicas(run_dir, add=[C], remove=[B])
@@ -87,10 +89,10 @@ def test_what_does_not_serve_is_listed_with_the_reason(run_dir: Path) -> None:
     change_replicas(run_dir, add=["alias:1", C], remove=[A])
     write_notes(run_dir, {C: Note("unreachable: connection refused"), "alias:1": Note("as A", True, same_as=A)})
     assert listed_replicas(run_dir) == [
-        ListedReplica(A, 3, True),  # it stays under its other name
-        ListedReplica(B, 3, True),
-        ListedReplica("alias:1", None, True, "as A", is_unused=True),
-        ListedReplica(C, None, True, "unreachable: connection refused"),
+        SERVING_A,  # it stays under its other name
+        SERVING_B,
+        pb.Replica(address="alias:1", is_wanted=True, note="as A", is_unused=True),
+        pb.Replica(address=C, is_wanted=True, note="unreachable: connection refused"),
     ]
     shown = CliRunner().invoke(app, ["replicas", "list", str(run_dir)]).output
     assert all(word in shown for word in ("unused", "as A", "joining", "unreachable: connection refused"))
