@@ -16,6 +16,7 @@ from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.common.families.architecture import read_content
 from services.common.families.supported import text_of
 from services.coordinator.clients.trainer import Trainer
+from services.coordinator.data.reading.hub import first_line
 from services.coordinator.fleet.launch import Addresses, launch
 from services.coordinator.fleet.running import unless_one_dies
 from services.coordinator.runs.ledger import LEDGER
@@ -144,13 +145,9 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
         hub.create_repo(repository, private=not is_public, exist_ok=True)
         commit = hub.upload_folder(repo_id=repository, folder_path=directory, commit_message="A model of Lockstep")
     except HfHubHTTPError as error:
-        message = f"you cannot write {repository} on the Hugging Face Hub ({_first_line(error)}): log in with "
+        message = f"you cannot write {repository} on the Hugging Face Hub ({first_line(error)}): log in with "
         message += "`hf auth login`, or set HF_TOKEN to a token that may write there"
         raise InvalidInput(message, field="repository") from error
     except Exception as error:  # of the HTTP library, which differs between versions of the Hub's client
-        raise Unavailable(f"the Hugging Face Hub is unreachable ({_first_line(error)})", field="repository") from error
+        raise Unavailable(f"the Hugging Face Hub is unreachable ({first_line(error)})", field="repository") from error
     return commit.commit_url
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
 from services.coordinator.data.prepare.formats import ConversionOptions, Example, Format, Split, text
+from services.coordinator.data.reading.hub import first_line
 from services.coordinator.data.reading.parquet import write_tables
 from services.coordinator.data.reading.record import BadRow, BadRows, Record
 from services.coordinator.data.reading.sources import read_usable
@@ -78,8 +79,7 @@ def _download(format: Format, source: str, revision: str | None) -> Path:
         message = f"{source} does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub"
         raise NotFound(message + (f" at revision {revision}" if revision else ""), field=_FIELD) from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        message = f"{source} does not exist here, and the Hugging Face Hub is unreachable ({reason})"
+        message = f"{source} does not exist here, and the Hugging Face Hub is unreachable ({first_line(error)})"
         raise Unavailable(f"{message}: give --source a local copy", field=_FIELD) from error
     return Path(folder)
 

@@ -126,7 +126,7 @@ def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> "Da
     except HfHubHTTPError:
         raise
     except Exception as error:  # of the HTTP library, which differs between versions of the Hub's client
-        message = f"{otherwise} the Hugging Face Hub is unreachable ({_first_line(error)})"
+        message = f"{otherwise} the Hugging Face Hub is unreachable ({first_line(error)})"
         raise Unavailable(f"{message}: use a local copy", field=field) from error
 
 
@@ -145,12 +145,13 @@ def _hub_errors(name: str, revision: str | None, field: str) -> Iterator[None]:
         yield
     except LocalEntryNotFoundError as error:
         message = f"{field}: {name} was not downloaded to this host before, and the Hugging Face Hub is unreachable"
-        raise Unavailable(f"{message} ({_first_line(error)}): use a local copy", field=field) from error
+        raise Unavailable(f"{message} ({first_line(error)}): use a local copy", field=field) from error
     except (EntryNotFoundError, HfHubHTTPError) as error:
         at = f" at revision {revision}" if revision else ""
-        message = f"{field}: you cannot see {name}{at} on the Hugging Face Hub ({_first_line(error)})"
+        message = f"{field}: you cannot see {name}{at} on the Hugging Face Hub ({first_line(error)})"
         raise NotFound(message, field=field) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the first line of a message, or the class of an error without one."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
