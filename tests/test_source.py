@@ -21,6 +21,7 @@ APART = {
     "services.trainer.merging_gpu": "imports triton",
     "services.coordinator.cli.config": "the commands would have more than 400 lines with it",
     "services.reward.environments.python": "a kind of environment",
+    "services.reward.agents.function": "a kind of agent",
     "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",
     "services.coordinator.rl.loop": "the loop alone on a page",

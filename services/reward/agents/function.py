@@ -2,14 +2,13 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.import_path import require_takes
 from services.reward.agents.base import CalledRunner, Part
-from services.reward.environments.executor import MAX_REPLY_BYTES, without_stop_iteration
+from services.reward.environments.executor import MAX_REPLY_BYTES, in_thread
 from services.reward.environments.pool import EpisodePool, worker_target
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
@@ -38,26 +37,15 @@ class FunctionExecutor(Executor):
         return {"text": text or ""}
 
 
-async def _call(function: object, fields: Mapping[str, object]) -> object:
-    """Calls a function on the event loop if it is async, else in a thread of its own. Awaits what it returns if that is
-    to be awaited, as of an async function in a decorator.
-    """
-    assert callable(function)
+async def _call(function: Callable[..., object], fields: Mapping[str, object]) -> object:
+    """Calls a function on the event loop if it is async, else in a thread of its own."""
     if inspect.iscoroutinefunction(function):
         return await function(**fields)
     thread = ThreadPoolExecutor(1)
     try:
-        result = asyncio.get_running_loop().run_in_executor(
-            thread, partial(without_stop_iteration, "function", function, **fields)
-        )
-        try:
-            returned = await asyncio.shield(result)
-        except asyncio.CancelledError:  # a thread cannot be interrupted
-            await asyncio.wait({result})
-            raise
+        return await in_thread(thread, "function", function, **fields)
     finally:
         thread.shutdown(wait=False)
-    return await returned if inspect.isawaitable(returned) else returned
 
 
 class FunctionRunner(CalledRunner):

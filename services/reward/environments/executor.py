@@ -139,17 +139,26 @@ class _Episode:
 
     async def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._has_thread = True
-        thread = self._thread.submit(without_stop_iteration, "environment", function, *args, **kwargs)
-        try:
-            result = await asyncio.wrap_future(thread)
-        except asyncio.CancelledError:
-            if not thread.cancelled():  # it runs, and cannot be interrupted
-                await asyncio.wait({asyncio.wrap_future(thread)})
-            raise
-        return await result if inspect.isawaitable(result) else result
+        return await in_thread(self._thread, "environment", function, *args, **kwargs)
 
 
-def without_stop_iteration(what: str, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+async def in_thread(
+    threads: ThreadPoolExecutor, what: str, function: Callable[..., object], /, *args: object, **kwargs: object
+) -> object:
+    """Calls a function in a thread; errors call it `what`. Awaits what it returns if that is to be awaited, as of an
+    async function in a decorator.
+    """
+    thread = threads.submit(_without_stop_iteration, what, function, *args, **kwargs)
+    try:
+        result = await asyncio.wrap_future(thread)
+    except asyncio.CancelledError:
+        if not thread.cancelled():  # it runs, and cannot be interrupted
+            await asyncio.wait({asyncio.wrap_future(thread)})
+        raise
+    return await result if inspect.isawaitable(result) else result
+
+
+def _without_stop_iteration(what: str, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
     """Calls the function. A future cannot hold a StopIteration, and would never be done: an error names `what`."""
     try:
         return function(*args, **kwargs)
