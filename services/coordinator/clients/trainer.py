@@ -25,7 +25,7 @@ from services.common.rpc.client import MAX_RETRY_S, Answer, Client, Method, Rene
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import OwnGpus, Side
 from services.coordinator.runs.clock import Busy
-from services.coordinator.text.served import served_files
+from services.coordinator.text.cards import served_files
 
 log = logging.getLogger(__name__)
 

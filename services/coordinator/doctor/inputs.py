@@ -36,7 +36,7 @@ from services.coordinator.fleet.probes import (
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
-from services.coordinator.text.teacher import require_teacher
+from services.coordinator.text.cards import require_teacher
 
 _MAX_CHARS = 400
 _LOOK_S = 60.0

@@ -29,7 +29,7 @@ from services.coordinator.runs.checkpoints import best_if_stalled, comparable_ev
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Run
-from services.coordinator.text.teacher import require_teacher
+from services.coordinator.text.cards import require_teacher
 
 log = logging.getLogger(__name__)
 

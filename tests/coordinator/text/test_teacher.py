@@ -9,7 +9,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
 from services.common.files.model_card import read_model_card
-from services.coordinator.text.teacher import require_teacher
+from services.coordinator.text.cards import require_teacher
 from tests.support import ROOT, raises
 
 CARD = read_model_card(ROOT / "deploy" / "quickstart" / "model")
