@@ -20,7 +20,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 async def model(requests: Requests) -> Answers:
     """Refuses what a trainer on this host would. A request has `model`, a directory, and `config`, a TrainerConfig.
 
-    The answer has the sizes of a model with strategy fsdp: services.coordinator.planning.measured.MeasuredModel.
+    The answer has the sizes of a model with strategy fsdp: services.coordinator.planning.activations.MeasuredModel.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     async for request in requests:

@@ -14,7 +14,7 @@ from rich.console import Console
 from services.common.errors import InvalidInput
 from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.planning.measured import MeasuredModel
+from services.coordinator.planning.activations import MeasuredModel
 from services.coordinator.planning.plan import planned_model, show_plan
 from tests.coordinator.planning.small_models import make
 from tests.support import with_routed_experts

@@ -11,12 +11,13 @@ from services.common.counted import counted
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.planning.activations import (
+    MeasuredModel,
     gathered_parameters,
+    measure,
     microbatch_memory,
     stage_parameters,
     weight_bytes,
 )
-from services.coordinator.planning.measured import MeasuredModel, measure
 
 _NAMES = ("reference", "teacher")
 

@@ -22,6 +22,7 @@ from services.common.families.architecture import Architecture, Shape
 from services.common.families.layers import Weight
 from services.common.families.registry import FUSED, PARTS, lora_layer
 from services.coordinator.planning.activations import (
+    MeasuredModel,
     MicrobatchMemory,
     gathered_parameters,
     in_flight,
@@ -30,7 +31,6 @@ from services.coordinator.planning.activations import (
     weight_bytes,
 )
 from services.coordinator.planning.frozen import frozen_models, is_shared, sized_model
-from services.coordinator.planning.measured import MeasuredModel
 
 Model = Architecture | MeasuredModel
 

@@ -12,7 +12,7 @@ from services.coordinator.clients.gpus import Gpu
 from services.coordinator.doctor import host as doctor
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.planning import measured
+from services.coordinator.planning import activations
 from services.coordinator.planning.memory import colocated_phases, rank_memory
 from services.coordinator.planning.plan import planned_model
 from tests.coordinator.fake_services import make_config
@@ -94,7 +94,7 @@ def failed(finding: Finding) -> str:
 
 def test_memory_of_another_family(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that a model whose needs cannot be counted here gives only a warning: the host may be fit for it."""
-    monkeypatch.setattr(measured, "find_spec", lambda name: None)
+    monkeypatch.setattr(activations, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "read_gpus", list)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "cohere2"}))
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["0"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.common.families.architecture import Architecture
-from services.coordinator.planning.measured import MeasuredModel
+from services.coordinator.planning.activations import MeasuredModel
 from services.coordinator.planning.memory import fsdp_memory
 from tests.coordinator.planning.small_models import make
 

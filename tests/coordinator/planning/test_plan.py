@@ -15,7 +15,7 @@ from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli.main import app, main
-from services.coordinator.planning import measured
+from services.coordinator.planning import activations
 from services.coordinator.planning.memory import colocated_phases, host_bytes, rank_memory
 from services.coordinator.planning.plan import check_model, show_plan
 from tests.coordinator.planning.small_models import DENSE, make, sizes, write
@@ -234,7 +234,7 @@ def test_a_model_outside_the_registry_cannot_be_planned_without_torch(
     config, _ = make(write(tmp_path / "model", DENSE), strategy="fsdp")
     (tmp_path / "model" / "config.json").write_text(json.dumps(DENSE | {"model_type": "cohere2"}))
     check_model(config)
-    monkeypatch.setattr(measured, "find_spec", lambda name: None)
+    monkeypatch.setattr(activations, "find_spec", lambda name: None)
     with raises(InvalidInput, field="model") as caught:
         shown(config)
     assert "torch, with which its parameters are counted, is not installed" in caught.value.message
