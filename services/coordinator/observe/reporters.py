@@ -20,7 +20,7 @@ from services.common.config.operation import ObservabilityConfig
 from services.common.files.storage import writing
 from services.common.rpc.server import SECONDS, Metrics, Page, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
-from services.coordinator.compat.tensorboardx import import_event_writer
+from services.coordinator.compat.without_torch import import_tensorboardx
 from services.coordinator.observe.trackers import open_tracker
 from services.coordinator.runs.clock import StepClock
 from services.coordinator.runs.ledger import Kind, Ledger
@@ -121,7 +121,7 @@ class TensorBoard(Reporter):
     """
 
     def __init__(self, directory: Path, version: int):
-        import_event_writer()
+        import_tensorboardx()
         from tensorboardX.event_file_writer import EventsWriter
 
         events, summaries = (import_module(f"tensorboardX.proto.{name}_pb2") for name in ("event", "summary"))

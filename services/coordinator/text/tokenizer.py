@@ -18,7 +18,7 @@ from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, S
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import vocab_size_of
-from services.coordinator.compat.transformers import import_transformers
+from services.coordinator.compat.without_torch import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText
 
