@@ -18,34 +18,10 @@ A row's tests have one of these forms, as a JSON object or as the text of one:
         as HumanEval's column `test` by itself, is refused: append `check(NAME)`.
 
 Inputs, calls and asserts of the form `assert FUNCTION(LITERALS) == LITERAL` run in the sandbox without the expected
-value, and their results are compared here. Whatever a program prints, returns as exit status, patches or overloads, it
-cannot turn a wrong result into a right one.
-
-The expected values of other asserts and of scripts are part of code that calls the program. That code runs in a process
-of its own, into which the program is never loaded, and the program in another, which never sees the code. They exchange
-data over pipes (../sandboxed/wire.py), so nothing that a program patches, overloads, reads or writes in its own process
-changes how the test compares. What the test gets:
-
-- Plain data (None, numbers, text, bytes, lists, tuples, sets, dicts; of the standard library Decimal, Fraction,
-  complex, range, slice, Counter, OrderedDict, deque, date, time, datetime, timedelta, timezone, UUID) is copied. What a
-  program does to an argument reaches the test only if the function returns None.
-- A number or text of a class of the program's is that number or text, with the attributes of its class. Any other
-  object, such as a function, a class, its instances or a generator, is a proxy: attributes, items, calls, iteration,
-  len, str, `with` and operators work, and exceptions are raised as the same class, or as one that derives from the same
-  built-in classes. Compared with data it is equal only by a plain value of its own. Values are read once (proxies.py).
-- Any object of the test can be an argument. The program has a stub of it: functions can be called, iterators iterated,
-  and the public attributes and operators of the test's own classes used.
-- Not available, so that a program fails: coroutines, deriving from a class of the program, seeing its changes of
-  modules, and replacing the program's stdin or globals. What it prints reaches the sys.stdout of the test.
-- Names that neither the test nor `setup` defines are the program's, except built-in names and modules of the standard
-  library of which the test takes attributes (`math.isclose`).
-
-What remains possible: any object that is true passes `assert f(x)`; an object of the program's own class answers its
-own methods, and two of them are as equal as the program says; so do instances that the test makes of a class under test
-(a name with a capital letter), for their operators too; a test that calls the program on both sides compares what the
-program says with what it says.
-
-Use inputs and outputs wherever a dataset has them.
+value, and their results are compared here. The expected values of other asserts and of scripts are part of code that
+calls the program; that code and the program run in two processes, which exchange data over pipes
+(../sandboxed/wire.py). docs/algorithms.md says what such a test gets of the program's objects, and docs/security.md
+what a program can still do. Use inputs and outputs wherever a dataset has them.
 """
 
 import ast
