@@ -31,12 +31,10 @@ _ANCHOR = "a"
 
 
 class Bridge:
-    """Tokenizes first prompts, and the text that follows a turn of the policy.
+    """Tokenizes first prompts, and the text that follows a turn of the policy: raw text only without a chat template.
 
-    Args:
-        tokenizer: The model's tokenizer. Without a chat template it takes raw text only.
-        tools: JSON schemas of the tools, which the chat template shows; none for tools that the prompt describes.
-        variables: Further variables of the chat template, such as enable_thinking (`data.chat_template_kwargs`).
+    `tools` are JSON schemas, which the chat template shows; none for tools that the prompt describes. `variables` are
+    further ones of the template, such as enable_thinking (`data.chat_template_kwargs`).
 
     Raises:
         InvalidInput: There are `tools` and the chat template does not show any.
@@ -77,12 +75,7 @@ class Bridge:
         These are the end of the turn if `stream` does not end with it (the turn was truncated, or ended by a stop
         string or by another stop token), the new messages and the next assistant header. Messages with an empty role
         are raw text, which continues the turn: they are tokenized alone, and nothing else is added. A special token
-        that is spelled in a message stays text.
-
-        Args:
-            stream: All tokens of the episode so far. Only the last one is looked at.
-            messages: At least one message: role user, tool or system, or all without a role. A `tool_call_id` is made
-                up for tool messages that have none.
+        that is spelled in a message stays text. A `tool_call_id` is made up for tool messages that have none.
 
         Raises:
             InvalidInput: There is no message, one of the assistant, or raw text among other messages; or the template
@@ -108,11 +101,8 @@ class Bridge:
         In the rendering of a whole conversation, the first prompt must be as it was rendered alone, each turn of the
         assistant must be the text that was said (but for white space around it) and a stop token, and the text between
         must be what `extend` appends. Templates that remove thinking from earlier turns fail, if a message of `roles`
-        makes them do so.
-
-        Args:
-            roles: Roles of the messages that the environment may send. Raw text (an empty role) needs no check, and a
-                model without a chat template takes nothing else.
+        makes them do so. These are the roles of the messages that the environment may send; raw text (an empty role)
+        needs no check.
 
         Raises:
             InvalidInput: The message says what the template does, and shows the first difference.
@@ -132,13 +122,8 @@ class Bridge:
 
         Both must be the same, but for white space around the assistant's text. Otherwise a program that renders the
         conversation shows the model another text than it was trained on. Raw text, and turns that continue a message,
-        are not compared.
-
-        Args:
-            messages: Those of the data.
-            said: The environment's first messages.
-            turns: The policy's tokens of each turn but the last.
-            replies: The environment's messages after each of these turns.
+        are not compared. `said` are the environment's first messages, after `messages` of the data, and `replies` those
+        after each of `turns`, which are the policy's tokens of each turn but the last.
 
         Raises:
             InvalidInput: The message shows the first difference.

@@ -131,12 +131,8 @@ def check_prefix_stable(template: Renders, messages: Sequence[Message], **variab
     every turn exactly as it was rendered when it was the last: the loss mask covers a turn without its header, and
     sampled tokens stay valid while messages are added. Templates that strip earlier turns' thinking fail this check.
 
-    Prompts for one answer need no check. To train on several turns of one text, call this for each conversation.
-
-    Args:
-        template: The template to check.
-        messages: A conversation with the assistant's turns. A single turn at the end can only fail by its header.
-        variables: Further variables of the template, such as enable_thinking.
+    Prompts for one answer need no check. To train on several turns of one text, call this for each conversation. One
+    with a single turn, at its end, can only fail by the turn's header.
 
     Raises:
         InvalidInput: A rendering is not a prefix. The error names the message and the first characters that differ.
