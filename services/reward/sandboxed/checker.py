@@ -4,8 +4,7 @@ What a proxy's method returns comes from the program's process as data (see wire
 round, plain data is copied, and any other object of the test is a stub in the program's process, whose operations come
 back here as callbacks.
 
-A check of the test that fails is a wrong answer wherever it stands: the program can neither suppress it by the
-`__exit__` of a context manager nor swallow it around a callback.
+A check of the test that fails is a wrong answer wherever it stands (docs/security.md).
 """
 
 import builtins

@@ -10,11 +10,9 @@ Kinds of tests: `stdin` {"input"} outputs what the program prints; `call` {"func
 JSON; `value` {"expression"} outputs the result as `encode` writes it; `script` {"code", "names", "modules"} outputs
 `passed` if the code ran to its end (see checker.py).
 
-The program of a `stdin`, `call` or `value` test runs in the process that writes the output. The scorer compares it
-outside, with values that never enter the sandbox. The expected values of a script are part of its code, so a script
-runs in a process in which no line of the program runs, and which alone can write the output. The program runs in
-another, without the script, and the two exchange data over pipes (see wire.py). Files that a test leaves in /tmp are
-removed before the next test.
+The program of a `stdin`, `call` or `value` test runs in the process that writes the output. A script runs in a process
+of its own, which alone can write the output, and exchanges data with that of the program over pipes (see wire.py;
+docs/security.md says why). Files that a test leaves in /tmp are removed before the next test.
 
 This module imports only its neighbors and the standard library, because the sandbox has nothing else. Importing json
 takes several milliseconds, but it also imports re, collections and functools, which most programs need and which every
