@@ -13,13 +13,13 @@ import pyarrow as pa
 from google.protobuf.json_format import MessageToDict
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
-from lockstep.types.v1.types_pb2 import DeviceMemory
+from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard
 
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.model_card import vocab_size_of
+from services.common.files.model_card import model_digests, vocab_size_of
 from services.common.weights.plan import require_stamp
 from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
@@ -118,10 +118,12 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
     return role
 
 
-def made_with(config: TrainerConfig, model_path: Path) -> dict[str, Any]:
-    """Returns the settings without which a checkpoint's tensors are another model (TrainState.made_with)."""
-    lora, of_all = config.lora, {"strategy": config.strategy, "lora.rank": config.lora.rank}
-    return of_all | ({"lora.alpha": lora.alpha, "model": sampled_sha256(model_path)} if lora.rank else {})
+def made_with(config: TrainerConfig, model_path: Path, card: ModelCard) -> dict[str, Any]:
+    """Returns that without which a checkpoint's tensors are another model (TrainState.made_with)."""
+    lora, settings = config.lora, {"strategy": config.strategy, "lora.rank": config.lora.rank}
+    if lora.rank:
+        settings |= {"lora.alpha": lora.alpha, "model": sampled_sha256(model_path)}
+    return settings | model_digests(card)
 
 
 def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:

@@ -259,7 +259,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)
-        made_with = await asyncio.to_thread(contract.made_with, config, Path(request.model_path))
+        made_with = await asyncio.to_thread(contract.made_with, config, Path(request.model_path), card)
         state = TrainState(0, "", {})
         if request.checkpoint_path:
             with PROGRESS.stage("verify the checkpoint"):

@@ -66,6 +66,22 @@ async def test_adapters_are_loaded_only_as_they_were_saved(
     assert await trainer.publish() == stamp
 
 
+async def test_a_checkpoint_goes_on_only_with_the_config_and_the_vocabulary_of_its_model(
+    trainer: Deployment, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "c", shutil.copytree(trainer.models / "untied", tmp_path / "other")
+    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"transformers_version": "4.0"}))
+    await trainer.open(str(other), checkpoint=str(path))
+    for name, content in (("config.json", json.dumps(config | {"rms_norm_eps": 0.1})), ("tokenizer.json", "{}")):
+        before = (other / name).read_bytes()
+        (other / name).write_text(content)
+        with raises(PreconditionFailed, field=f"model/{name}"):
+            await trainer.open(str(other), checkpoint=str(path))
+        (other / name).write_bytes(before)
+
+
 async def test_corrupt_checkpoint_is_never_loaded(trainer: Deployment, tmp_path: Path) -> None:
     path = tmp_path / "c"
     await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))

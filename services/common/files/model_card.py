@@ -4,6 +4,7 @@ The trainer reads them from its model directory, so rollout and coordinator need
 to the Hugging Face hub.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -32,6 +33,8 @@ _OPTIONAL = (
 )
 # What transformers converts where there is no tokenizer.json. These are not text.
 _CONVERTED = ("tokenizer.model", "tiktoken.model")
+_VOCABULARY = ("tokenizer.json", *_CONVERTED, "vocab.json", "merges.txt")
+_DO_NOT_COUNT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 # Files whose key `auto_map` makes transformers import Python code.
 _NAMES_CODE = (_REQUIRED, "tokenizer_config.json")
 
@@ -68,6 +71,15 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
     """
     _check_files(card, directory, (_REQUIRED, *_OPTIONAL))
     return {name: content.decode() for name, content in card.files.items()}
+
+
+def model_digests(card: ModelCard) -> dict[str, str]:
+    """Returns a digest of each file that says what the weights compute, and which text their tokens are, by its name in
+    the model. Which version of a library wrote config.json, and the type of its weights, do not count."""
+    contents = {name: card.files[name] for name in (_REQUIRED, *_VOCABULARY) if name in card.files}
+    config = {key: value for key, value in json.loads(contents[_REQUIRED]).items() if key not in _DO_NOT_COUNT}
+    contents[_REQUIRED] = json.dumps(config, sort_keys=True).encode()
+    return {f"model/{name}": hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items()}
 
 
 def vocab_size_of(config_json: bytes) -> int:
