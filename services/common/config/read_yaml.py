@@ -4,6 +4,7 @@ A text is refused if it is small but stands for a huge tree (through aliases), o
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
@@ -60,6 +61,19 @@ cast(Any, _Loader).add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}$"), [*"+-.0123456789"]
 )
 
+# YAML 1.1 takes 010 for the octal number 8, and 1:30 for the sexagesimal 90, which nobody means. They stay text, which
+# a key for a number reads as the decimal 10, or refuses.
+_NO_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+
+
+def _number(construct: Any, loader: _Loader, node: yaml.ScalarNode) -> object:
+    return node.value if _NO_NUMBER.fullmatch(node.value) else construct(loader, node)
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _constructors = cast(Any, _Loader).yaml_constructors
+    cast(Any, _Loader).add_constructor(_tag, functools.partial(_number, _constructors[_tag]))
+
 
 def parse_yaml(text: str) -> object:
     """Returns the value of a YAML text.
@@ -79,10 +93,6 @@ def parse_yaml(text: str) -> object:
     return value
 
 
-# YAML 1.1 takes 010 for the octal number 8, which nobody means.
-_OCTAL = re.compile(r"[-+]?0[0-9_]+")
-
-
 def parse_value(text: str) -> object:
     """Returns the value of an override.
 
@@ -95,8 +105,6 @@ def parse_value(text: str) -> object:
     text = text.strip()
     if text.startswith(("{", "[", "'", '"')):
         return parse_yaml(text)
-    if _OCTAL.fullmatch(text):
-        return text
     loader: Any = _Loader("")
     try:
         return loader.construct_object(yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text))

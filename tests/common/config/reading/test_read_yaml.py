@@ -73,6 +73,7 @@ def test_an_override_is_a_number_only_as_a_whole(file: str) -> None:
     assert "num_steps: must be an integer, not '5 # five'" in refused(file, "num_steps=5 # five")
     config = load(Config, [file, "num_steps=010", "name=010", "data.template_date=2026-02-28"])
     assert (config.num_steps, config.name, str(config.data.template_date)) == (10, "010", "2026-02-28")  # not octal 8
+    assert parse_yaml("[010, 1:30, 1:30.5, -07, 0, 0.5, 0x1F, 12]") == ["010", "1:30", "1:30.5", "-07", 0, 0.5, 31, 12]
     assert "data.template_date: must be a valid date" in refused(file, "data.template_date=2026-02-31")
     assert load(Config, [file, "data.max_eval_prompts=5", "data.max_eval_prompts="]).data.max_eval_prompts is None
 
