@@ -7,6 +7,7 @@ import difflib
 import functools
 import re
 from collections.abc import Hashable, Iterable, Sequence
+from datetime import date
 from typing import Any, cast
 
 import yaml
@@ -218,8 +219,11 @@ _BOUNDS = {
 def in_words(detail: ErrorDetails) -> str:
     """Returns what the value must be, and what it is."""
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "string_type" and isinstance(value, int | float | date):  # a truth value is an int
+        what = "a truth value" if isinstance(value, bool) else "a date" if isinstance(value, date) else "a number"
+        return f"must be text, and {value} is {what}: put it into quotes, on the command line as '\"...\"'"
     if kind in _TYPES:
-        return f"must be {_TYPES[kind]}, not {value!r}"
+        return f"must be {_TYPES[kind]}, not {'null' if value is None else repr(value)}"
     if kind in _BOUNDS:
         word, limit = _BOUNDS[kind]
         return f"must be {word} {context[limit]}, not {value!r}"
