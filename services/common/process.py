@@ -49,9 +49,10 @@ def keep_files_private() -> None:
 
 def call_loopback_directly() -> None:
     """Keeps HTTP clients of this process and its children from calling this host through a proxy of the environment."""
-    for name in ("no_proxy", "NO_PROXY"):
-        others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        os.environ[name] = ",".join(dict.fromkeys([*filter(None, others.split(",")), "localhost", "127.0.0.1", "::1"]))
+    names = ("no_proxy", "NO_PROXY")
+    hosts = [host for name in names for host in os.environ.get(name, "").split(",") if host]
+    if hosts != ["*"]:  # which is all hosts, only as the whole value
+        os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))))
 
 
 def open_standard_streams() -> None:

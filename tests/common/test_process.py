@@ -144,12 +144,16 @@ def test_closed_streams_are_open_to_nothing(closed: str, tmp_path: Path) -> None
     assert subprocess.run(["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]).returncode == 0
 
 
-def test_no_proxy_is_asked_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", ".corp")
-    monkeypatch.setenv("NO_PROXY", "")
-    call_loopback_directly()
-    call_loopback_directly()
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".corp,localhost,127.0.0.1,::1"
+@pytest.mark.parametrize(
+    ("lower", "upper", "both"),
+    [(".corp", "", ".corp,localhost,127.0.0.1,::1"), ("a", "b", "a,b,localhost,127.0.0.1,::1"), ("*", "", None)],
+)
+def test_no_proxy_is_asked_for_loopback(monkeypatch: pytest.MonkeyPatch, lower: str, upper: str, both: str | None):
+    monkeypatch.setenv("no_proxy", lower)
+    monkeypatch.setenv("NO_PROXY", upper)
+    for _ in range(2):
+        call_loopback_directly()
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == ((both, both) if both else (lower, upper))
 
 
 def test_compiled_code_is_kept_where_doctor_looks_for_it() -> None:

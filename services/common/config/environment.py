@@ -136,7 +136,8 @@ class McpToolConfig(Strict):
     """Names of environment variables of the reward service that the command gets too, such as one with an API key. It
     gets HOME, LOGNAME, PATH, SHELL, TERM and USER anyway."""
     url: str = ""
-    """Address of a running server, called over streamable HTTP."""
+    """Address of a running server, called over streamable HTTP. Errors name it without its query; write no key into its
+    path."""
     api_key_file: str | None = Field(default=None, min_length=1)
     """File on the reward service's host with a key for url, which is sent as a bearer token: over https, or over http
     to loopback only."""

@@ -41,9 +41,11 @@ async def evaluate(
                 name, prompts[: settings.max_prompts], settings.num_samples, sampling, stamp
             )
             samples = to_table(groups)
-            of_set = set_metrics(samples, settings) | rewards_by_column(groups, run.config.data.metrics_column)
-            if num_failed := sum(group.is_failed.sum() for group in groups):
-                of_set["failed"] = float(num_failed)
+            is_failed = np.concatenate([group.is_failed for group in groups])
+            of_set = set_metrics(samples, settings, is_failed)
+            of_set |= rewards_by_column(groups, run.config.data.metrics_column)
+            if is_failed.any():
+                of_set["failed"] = float(is_failed.sum())
             metrics |= {f"eval/{name}/{metric}": value for metric, value in of_set.items()}
             run.record.keep_evaluation(name, samples, stamp)
             digests[name] = _digest(settings, sampling)
@@ -67,23 +69,19 @@ def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> Sampling
     return training.model_copy(update=own | {"max_tokens": settings.max_tokens or training.max_tokens})
 
 
-def set_metrics(samples: pa.Table, settings: EvalSetConfig) -> dict[str, float]:
-    """Computes the metrics of one set from its samples (common.batches.batch.SAMPLE_SCHEMA) alone.
+def set_metrics(samples: pa.Table, settings: EvalSetConfig, is_failed: np.ndarray) -> dict[str, float]:
+    """Computes the metrics of one set from its samples (common.batches.batch.SAMPLE_SCHEMA), and which were not scored.
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
-    adds its mean over all samples under its own name. A sample that lacks a component was not scored, and does not
-    pass.
+    adds its mean over all samples under its own name. A sample that was not scored does not pass.
     """
     numbers = batch_metrics(samples)
     samples = samples.take(pa.array(begins_of_samples(samples)))  # each counts once, however many rows it has
     metrics = {"reward": numbers["reward/mean"]}
     _, prompt_of = np.unique(samples["group"].to_numpy(), return_inverse=True)
     num_samples = np.bincount(prompt_of)
-    num_components = np.array([len(components) for components in samples["components"].to_pylist()])
-    is_passed = (num_components == num_components.max()) & reaches(
-        samples["reward"].to_numpy(), settings.pass_threshold
-    )
+    is_passed = ~is_failed & reaches(samples["reward"].to_numpy(), settings.pass_threshold)
     num_passed = np.bincount(prompt_of, is_passed)
     for k in settings.pass_k:
         chances = [pass_at_k(n, int(c), k) for n, c in zip(num_samples.tolist(), num_passed, strict=True)]

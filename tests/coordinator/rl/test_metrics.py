@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -45,23 +46,22 @@ def test_no_scorer_has_the_name_of_another_metric():
     samples = table([row(reward, components=[("exact", reward)]) for reward in (0.0, 1.0)])
     settings = EvalSetConfig(temperature=1, num_samples=2, pass_k=(1, 2))
     names = {name.removeprefix("reward/") for name in batch_metrics(samples) if name.startswith("reward/")}
-    names |= set_metrics(samples, settings).keys() | {"failed", "reward[task=x]"}
+    names |= set_metrics(samples, settings, np.zeros(2, bool)).keys() | {"failed", "reward[task=x]"}
     for name in names - {"exact"}:
         with pytest.raises(ValidationError, match=r"is taken by another metric|should match pattern"):
             RewardConfig.model_validate({"scorers": [{"kind": "exact", "name": name}]})
         # A run that was begun before has its metrics as they are.
         renamed = table([row(reward, components=[(name, 9.0)]) for reward in (0.0, 1.0)])
-        assert batch_metrics(renamed)["reward/mean"] == set_metrics(renamed, settings)["reward"] == 0.5
+        assert (
+            batch_metrics(renamed)["reward/mean"] == set_metrics(renamed, settings, np.zeros(2, bool))["reward"] == 0.5
+        )
 
 
-def test_a_sample_that_one_scorer_could_not_score_does_not_pass():
+def test_a_sample_that_was_not_scored_does_not_pass():
     settings = EvalSetConfig(temperature=1, num_samples=2, pass_k=(1,), pass_threshold=0)
-    low, judged, not_judged = (
-        [("judge", score), ("length", 0.0)][-num:] for score, num in ((-1.0, 2), (0.0, 2), (0.0, 1))
-    )
-    for other, chance in ((judged, 0.5), (not_judged, 0.0)):
-        samples = table([row(-1, components=low), row(0, components=other)])
-        assert set_metrics(samples, settings)["pass@1"] == chance
+    samples = table([row(-1, components=[("judge", -1.0)]), row(0, components=[("length", 0.0)])])
+    for is_failed, chance in ((False, 0.5), (True, 0.0)):
+        assert set_metrics(samples, settings, np.array([False, is_failed]))["pass@1"] == chance
 
 
 @pytest.mark.parametrize(

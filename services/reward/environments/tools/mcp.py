@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ _START_TIMEOUT_S = 60.0  # for a session to begin; its server may import much
 _CLOSE_S = 10.0  # for the end of a session; a process is killed by then
 _MAX_DETAIL_CHARS = 500
 _MAX_TOOLS = 1000
+_QUERY = re.compile(r"(?<=[^\s'\"?])\?[^\s'\"]*")
 
 
 class Connection:
@@ -96,9 +98,8 @@ def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
 
 
 def told(config: McpToolConfig, error: BaseException | None) -> str:
-    """Returns what to say about an error of a server; its URL may have a key, and some errors quote it."""
-    said = f"{config.place}: {explain(error)}"
-    return said.replace(config.url, config.place) if config.url else said
+    """Returns what to say about an error of a server, without queries of URLs, which may have a key."""
+    return f"{config.place}: {_QUERY.sub('', explain(error))}"
 
 
 def explain(error: BaseException | None) -> str:
