@@ -119,7 +119,7 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
 
 
 def made_with(config: TrainerConfig, model_path: Path, card: ModelCard) -> dict[str, Any]:
-    """Returns that without which a checkpoint's tensors are another model (TrainState.made_with)."""
+    """Returns what must be equal for a checkpoint's tensors to be the same model (TrainState.made_with)."""
     lora, settings = config.lora, {"strategy": config.strategy, "lora.rank": config.lora.rank}
     if lora.rank:
         settings |= {"lora.alpha": lora.alpha, "model": sampled_sha256(model_path)}
@@ -128,7 +128,15 @@ def made_with(config: TrainerConfig, model_path: Path, card: ModelCard) -> dict[
 
 def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:
     """Raises PreconditionFailed if a checkpoint was saved with other settings."""
-    if different := [key for key in saved if saved[key] != now.get(key, saved[key])]:
+    different = [key for key in saved if saved[key] != now.get(key, saved[key])]
+    if files := [key.removeprefix("model/") for key in different if key.startswith("model/")]:
+        raise PreconditionFailed(
+            f"checkpoint {checkpoint_path} was saved with another {' and '.join(files)} of the model: set model to the "
+            "one that it was trained from (config.json in the run's directory names it), or start from an export of "
+            "the checkpoint (lockstep export)",
+            field="model",
+        )
+    if different:
         were, are = (", ".join(f"{key} {values[key]}" for key in different) for values in (saved, now))
         raise PreconditionFailed(
             f"checkpoint {checkpoint_path} was saved with {were}, and the config has {are}: it would be another "

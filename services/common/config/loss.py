@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.common.batches.batch import top_k_bytes
 from services.common.config.base import Strict, Table, require_read
 from services.common.import_path import IMPORT_PATH
 
@@ -296,7 +295,7 @@ def check_top_k(top_k: int, most_tokens: int, key: str) -> None:
     most_k, limit = (_MAX_TOP_K_BYTES // most_tokens - 4) // 8, _MAX_TOP_K_BYTES >> 20
     if top_k > most_k:
         raise ValueError(
-            f"trainer.loss.distill.top_k {top_k} makes {top_k_bytes(top_k, most_tokens) / (1 << 20):.1f} MiB of a "
+            f"trainer.loss.distill.top_k {top_k} makes {(8 * top_k + 4) * most_tokens / (1 << 20):.1f} MiB of a "
             f"sample of {most_tokens} tokens, and at most {limit} can be sent: set it to at most {most_k}, or lower "
             f"{key}"
         )

@@ -306,6 +306,8 @@ class RolloutConfig(Strict):
         share = engine.get("gpu_memory_utilization", 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: must be a number above 0 and at most 1, not {share!r}")
+        if not isinstance(engine.get("enable_sleep_mode", True), bool):
+            raise ValueError("enable_sleep_mode: must be true or false")
         own = {"quantization": "precision", "quantization_config": "precision", "kv_cache_dtype": "kv_cache_dtype"}
         if key := next((key for key in own if engine.get(key)), None):
             raise ValueError(

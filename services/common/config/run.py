@@ -34,8 +34,8 @@ class Config(AnyRun):
     """Number of training steps. Each step trains on one batch and raises the policy version by 1."""
     placement: Placement = "disaggregated"
     """Which GPUs trainer and engines use. disaggregated: each has its own; colocated: every trainer rank shares its GPU
-    with one engine worker, and only one of them keeps its memory there at a time. Needs as many engine workers as
-    trainer ranks, all on one host."""
+    with one engine worker, and only one of them keeps its memory there at a time, unless
+    rollout.engine.enable_sleep_mode is false. Needs as many engine workers as trainer ranks, all on one host."""
     data: DataConfig
     """Prompts."""
     rollout: RolloutConfig = RolloutConfig()

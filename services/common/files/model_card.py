@@ -33,8 +33,8 @@ _OPTIONAL = (
 )
 # What transformers converts where there is no tokenizer.json. These are not text.
 _CONVERTED = ("tokenizer.model", "tiktoken.model")
-_VOCABULARY = ("tokenizer.json", *_CONVERTED, "vocab.json", "merges.txt")
-_DO_NOT_COUNT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_VOCABULARY = ("tokenizer.json", *_CONVERTED, "vocab.json")
+_IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "id2label")
 # Files whose key `auto_map` makes transformers import Python code.
 _NAMES_CODE = (_REQUIRED, "tokenizer_config.json")
 
@@ -74,12 +74,35 @@ def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[st
 
 
 def model_digests(card: ModelCard) -> dict[str, str]:
-    """Returns a digest of each file that says what the weights compute, and which text their tokens are, by its name in
-    the model. Which version of a library wrote config.json, and the type of its weights, do not count."""
-    contents = {name: card.files[name] for name in (_REQUIRED, *_VOCABULARY) if name in card.files}
-    config = {key: value for key, value in json.loads(contents[_REQUIRED]).items() if key not in _DO_NOT_COUNT}
-    contents[_REQUIRED] = json.dumps(config, sort_keys=True).encode()
+    """Returns digests of what config.json says of the computation, and of the text that each token stands for, by the
+    name of the file. How a release of a library writes the same does not count."""
+    contents = {_REQUIRED: json.dumps(_counted(_read_config(card.files[_REQUIRED])), sort_keys=True).encode()}
+    if name := next((name for name in _VOCABULARY if name in card.files), ""):
+        contents[name] = card.files[name]
+        if name == "tokenizer.json":
+            tokenizer = json.loads(contents[name])
+            added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+            vocabulary = [tokenizer.get("model", {}).get("vocab"), added]
+            contents[name] = json.dumps(vocabulary, sort_keys=True).encode()
     return {f"model/{name}": hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items()}
+
+
+def _read_config(config_json: bytes) -> JsonObject:
+    """Returns config.json with the defaults of transformers, if it knows the model."""
+    from transformers import CONFIG_MAPPING
+
+    content = json.loads(config_json)
+    if content.get("model_type") not in CONFIG_MAPPING:
+        return content
+    config_class: Any = CONFIG_MAPPING[content["model_type"]]
+    return json.loads(config_class.from_dict(content).to_json_string(use_diff=False))
+
+
+def _counted(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = cast(JsonObject, value).items()
+        return {key: _counted(part) for key, part in kept if key not in _IGNORED and not key.endswith("_token_id")}
+    return [_counted(part) for part in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def vocab_size_of(config_json: bytes) -> int:

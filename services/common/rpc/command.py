@@ -15,6 +15,7 @@ from services.common.process import (
     configure_logging,
     exit_with,
     keep_files_private,
+    open_standard_streams,
     require_extra,
 )
 from services.common.rpc.server import Metrics, Page, incarnation
@@ -63,6 +64,7 @@ def serve_from_command_line(
     add("--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr")
     add("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
     options = parser.parse_args(args)
+    open_standard_streams()
     configure_logging(service, options.log_format)
     allow_descriptors()
     keep_files_private()

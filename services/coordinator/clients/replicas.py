@@ -208,7 +208,7 @@ class ReplicaSet:
             PreconditionFailed: RUN_REPLACED, as in `check`.
         """
         until = time.monotonic() + self._config.timeouts.open_s
-        while not self.members and (opening := self._restarting()) and self._config.placement != "colocated":
+        while not self.members and (opening := self._restarting()) and not self._config.takes_turns:
             log.warning("no replica is left; waiting for %s to be restarted", ", ".join(opening))
             limit_s = max(0.0, until - time.monotonic())
             if not (await asyncio.wait(opening.values(), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED))[0]:

@@ -34,14 +34,15 @@ def examine_colocated(
     """Runs the checks of a colocated run; yields nothing for another one."""
     if config.placement != "colocated":
         return
-    # Trainer and engines exchange weights through GPU memory (CUDA IPC) and take turns on it (vLLM's sleep mode).
+    # Trainer and engines exchange weights through GPU memory (CUDA IPC), and may take turns on it (vLLM's sleep mode).
     try:
         addresses.require_placement(config)
         yield Finding("placement", "trainer and rollout on one host")
     except LockstepError as error:
         yield Finding("placement", "colocated", Verdict.FAIL, error.message)
     yield check_namespaces(addresses)
-    yield check_allocator(environment)
+    if config.takes_turns:
+        yield check_allocator(environment)
 
 
 def check_namespaces(addresses: Addresses) -> Finding:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -66,7 +67,8 @@ def cancel_on_sigterm() -> None:
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second.
 
-    The end of the terminal (SIGHUP, which may come twice) stops it after its current step, except below nohup.
+    The end of the terminal (SIGHUP, which may come twice) stops it after its current step, unless it was started
+    with nohup.
     Stops immediately too while a run whose trainer died is opened again.
     """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
@@ -81,7 +83,15 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, lambda: run.stopping or stop())
+        loop.add_signal_handler(signal.SIGHUP, _stop_without_terminal, run)
+
+
+def _stop_without_terminal(run: Run[AnyConfig]) -> None:
+    logging.getLogger(__name__).info("the terminal has ended: stopping after this step")
+    run.stopping = True
+    for descriptor in filter(os.isatty, (0, 1, 2)):  # nobody reads it any more, and each write would fail
+        with open(os.devnull, "r+b") as nowhere:
+            os.dup2(nowhere.fileno(), descriptor)
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,9 @@ def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]
     critic = memory.critic_memory(config, model, is_gpu=True)
     trained = max(needed["train"], critic.peak if critic else 0)  # a critic may have ranks of its own
     cache_bytes = memory.utilization(config) * min(gpus) - memory.engine_weights(config, model) - _BESIDE_BYTES
-    trained += int(cache_bytes) if config.is_side_by_side else 0
     tokens, rollout = int(cache_bytes // memory.cache_token_bytes(config, model)), config.rollout
     fits = (
-        trained <= usable * (1 - _UNCOUNTED)
+        trained + (max(0, cache_bytes) if config.is_side_by_side else 0) <= usable * (1 - _UNCOUNTED)
         and (config.placement == "disaggregated" or needed["publish"] <= usable)
         and tokens >= rollout.completions_per_prompt * rollout.max_model_len
     )

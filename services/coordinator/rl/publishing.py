@@ -229,11 +229,11 @@ class Publisher:
     def _let_repeat(self, version: int) -> None:
         """Lets a replica that is lost while it generates get the same weights again.
 
-        Not with a lag: the trainer trains meanwhile, and no longer has these weights. Not in a colocated run: the GPUs
-        pass to the engines in a publication, and no engine can be started then.
+        Not with a lag: the trainer trains meanwhile, and no longer has these weights. Not where both take turns: the
+        GPUs pass to the engines in a publication, and no engine can be started then.
         """
         config = self._run.config
-        if not config.trainer.lag.versions and config.placement != "colocated":
+        if not config.trainer.lag.versions and not config.takes_turns:
             self._rollout.publish_again = functools.partial(self.publish, version)
 
     def _drop_hung(self) -> int:

@@ -43,7 +43,7 @@ _DEV_WITHOUT_TERMINALS = (
     *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin"),
     *("--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr"),
 )
-_TRIED = {"command": ["/bin/true"], "setup": [], "env": {}, "files": {}, "collect": [], "max_files_bytes": 0}
+_TRIAL = {"command": ["/bin/true"], "setup": [], "env": {}, "files": {}, "collect": [], "max_files_bytes": 0}
 
 
 class CommandRunner(Runner):
@@ -144,9 +144,11 @@ class AgentSandbox(Sandbox):
             log.warning("this host refuses sandboxes with terminals: programs of agents have no pseudo-terminals")
 
     async def _try(self) -> None:
-        async with self.start(_TRIED) as (_, result, listening), asyncio.timeout(START_TIMEOUT_S):
+        async with self.start(_TRIAL) as (_, result, listening):
             listening.close()
-            await result
+            done, _ = await asyncio.wait({result}, timeout=START_TIMEOUT_S)
+        if not done:
+            raise EpisodeError(EnvironmentFailure.CRASHED, f"no sandbox: not ready within {START_TIMEOUT_S:g} s")
 
     @contextlib.asynccontextmanager
     async def start(

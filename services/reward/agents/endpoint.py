@@ -150,7 +150,9 @@ class _Server(web.Server):
         self._strangers = dict[web.RequestHandler, asyncio.TimerHandle]()
 
     async def open(self, listening: socket.socket, context: ssl.SSLContext | None = None) -> None:
-        self._listening = await asyncio.get_running_loop().create_server(self, sock=listening, ssl=context)
+        self._listening = await asyncio.get_running_loop().create_server(
+            self, sock=listening, ssl=context, ssl_handshake_timeout=_STRANGER_S if context else None
+        )
 
     async def close(self) -> None:
         self._listening.close()

@@ -65,6 +65,8 @@ class Game:
         with self._own_generators():
             try:
                 done, _ = self._game.step(action=text)
+            except MemoryError:  # of the worker
+                raise
             except Exception as error:  # noqa: BLE001 of a library, which a move can make raise anything
                 log.warning("textarena: %r made the game fail: %r", text[-100:], error)
                 return "", -1.0, True
@@ -132,6 +134,8 @@ class Task:
             return None, 0.0, True  # some tasks compare it with the solution, and find no difference
         try:
             score = float(self._tasks.score_answer(answer, self._entry))
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 of a library, which an answer can make raise anything
             log.warning("reasoning-gym: %s cannot score %r: %r", self._task, answer[-100:], error)
             score = 0.0

@@ -137,8 +137,8 @@ _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
-_WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,} [A-Za-z]|\$|\\[\[(]")  # a sentence or delimiters of a formula
-_BOLD = re.compile(r"(?<![\w*])\*\*([^*\n]+)\*\*(?![\w*])")
+_WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}|\$|\\[\[(]|\A\s*=")  # what is no formula as a whole
+_BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
 _JOINS = re.compile(r"[,;]|and|or|\\q?quad")
 _BETWEEN = re.compile(
     r"(?:[\s$*,;]|and|or|\\q?quad|\\[\[\]();:, ]|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}"

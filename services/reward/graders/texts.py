@@ -54,8 +54,8 @@ def normalize(text: str) -> str:
     answer = _ARTICLE.sub("", _unwrap(" ".join(visible.split())).casefold())
     answer = _DIGITS.sub(lambda run: run[0].replace(",", "") if _THOUSANDS.fullmatch(run[0]) else run[0], answer)
     answer = re.sub(r" ?= ?", "=", answer.replace(" \u00b0", "\u00b0"))
-    answer = re.sub(r"(?<=[^\W_]),(?=[^\W_])", ", ", answer)  # a list with and without spaces
-    answer = re.sub(r"(?:(?<=^)|(?<=[(\[,;=<>]) ?)- (?=[\d.$€£¥])", "-", answer)  # the sign of a number
+    answer = re.sub(r"(?:^|(?<=[(\[,;=<>])|(?<=[(\[,;=<>] ))- (?=[\d.$€£¥])", "-", answer)  # the sign of a number
+    answer = re.sub(r"(?<=[^\W_]),(?=[^\W_]|-)", ", ", answer)  # a list with and without spaces
     marks = _meaningful_marks(answer)
     answer = "".join(
         character
@@ -104,8 +104,8 @@ _TOKEN = re.compile(
 )
 """Matches a comment or a string of Python; group 1 is the quotes of one of several lines. Takes linear time."""
 _LANGUAGE = re.compile(r"\s*\{?\s*\.?([\w+#-]*)")
-_OPENING, _CLOSING = zip(THINK, *OTHER_REASONING_TAGS, strict=True)
-_THOUGHT = re.compile("|".join(map(re.escape, _CLOSING)))
+_TAGS = (THINK, *OTHER_REASONING_TAGS)
+_THOUGHT = re.compile("|".join(re.escape(closing) for _, closing in _TAGS))
 
 
 def after_reasoning(completion: str) -> str:
@@ -115,12 +115,12 @@ def after_reasoning(completion: str) -> str:
     """
     if not (closed := _THOUGHT.search(completion)):
         return completion
-    head, rest = completion[: closed.start()], completion[closed.end() :]
+    closing = next((pair[1] for pair in _TAGS if pair[0] in completion[: closed.start()]), closed[0])
+    head, tag, rest = completion.partition(closing)
     is_alone = not head.rpartition("\n")[2].strip() and not rest.partition("\n")[0].strip()
-    in_code = (
-        sum(1 for _ in _FENCE.finditer(head)) % 2 == 1 and not is_alone and not any(tag in head for tag in _OPENING)
-    )
-    return completion if in_code else rest
+    is_opened = any(opening in head for opening, _ in _TAGS)
+    in_code = sum(1 for _ in _FENCE.finditer(head)) % 2 == 1 and not is_alone and not is_opened
+    return completion if in_code or not tag else rest
 
 
 def last_tagged(text: str) -> str | None:

@@ -107,7 +107,7 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "5"
+    version = "6"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker

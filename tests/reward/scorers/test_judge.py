@@ -51,7 +51,7 @@ async def test_the_request_has_the_texts_as_they_are_and_the_answers_number_is_s
     message = {"role": "user", "content": content + 'Reply with {"score": N}.'}
     assert end.bodies == [{"model": "judge-1", "messages": [message], "temperature": 0.5, "max_tokens": 9}]
     assert "Authorization" not in end.headers[0]
-    assert described.startswith("judge judge-1/")
+    assert described.startswith("judge 2/judge-1/")
 
 
 async def test_the_version_follows_what_decides_the_score(open_run):

@@ -124,6 +124,10 @@ RIGHT = [
     (r"\frac{1}{2}", r"It is 3 or <answer>\frac12</answer>, so 4."),
     ("x<3", "<answer>x<3</answer>"),
     ("42", "<answer>The answer is 42</answer>"),
+    ("7", "<answer>It's 7</answer>"),
+    ("7", "<answer>=7</answer>"),
+    ("42", "<answer>42 dollars</answer>"),
+    ("512", "it is 2 ** 3 ** 2"),
     ("3/4", "**Answer: 3/4**"),
     ("8", "it is 2**3"),
 ]

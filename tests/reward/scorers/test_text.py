@@ -53,6 +53,7 @@ async def test_answer(open_run, make_item, completion, expected):
     ("completion", "answers", "expected"),
     [("A", ["A"], 1), ("B", ["A"], 0), ("A", ["the", "A"], 1), ("Paris", ["", "Paris"], 1), ("5", ["-5"], 0),
      ("-5", ["-5"], 1), ("- 5", ["-5"], 1), ("\u2212 $5", ["5"], 0), ("x < - 3", ["x < 3"], 0),
+     ("(1, - 5)", ["(1,-5)"], 1),
      ("C", ["C++"], 0), ("", ["?"], 0), ("?", ["?"], 1), ("the", ["A"], 0)],
 )  # fmt: skip
 async def test_what_is_taken_from_an_answer_may_be_the_answer(open_run, make_item, completion, answers, expected):
@@ -116,6 +117,7 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("#### **42**\nDone 1", "42", 1),
         ("<think>#### 41\n</think>It is 42", "42", 1),
         ("[THINK]#### 42\n[/THINK]It is 41", "42", 0),
+        ("<think>[/THINK] is #### 41\n</think>It is 42", "42", 1),
         ("42 #### Solution\nNo, 41", "#### Solution\nSo: 42", 0),
         ("#### 1{,}234", "1,234", 1),
         ("\uff14\uff12", "42", 1),
