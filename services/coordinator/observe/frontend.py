@@ -67,9 +67,8 @@ def cancel_on_sigterm() -> None:
 def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second.
 
-    The end of the terminal (SIGHUP, which may come twice) stops it after its current step, unless it was started
-    with nohup.
-    Stops immediately too while a run whose trainer died is opened again.
+    The end of the terminal (SIGHUP, which may come twice) stops it after its current step, unless it was started with
+    nohup. Ctrl-C stops immediately too while a run whose trainer died is opened again.
     """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -87,11 +86,11 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
 
 
 def _stop_without_terminal(run: Run[AnyConfig]) -> None:
-    logging.getLogger(__name__).info("the terminal has ended: stopping after this step")
     run.stopping = True
     for descriptor in filter(os.isatty, (0, 1, 2)):  # nobody reads it any more, and each write would fail
         with open(os.devnull, "r+b") as nowhere:
             os.dup2(nowhere.fileno(), descriptor)
+    logging.getLogger(__name__).info("the terminal has ended: stopping after this step")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Tests that a checkpoint of another model, or one that cannot be read, is a typed error, and the trainer goes on."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ async def test_other_shapes_are_refused_and_the_trainer_opens_again(
     await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(tmp_path / "c")))
     monkeypatch.setitem(support._SHAPE, "intermediate_size", 256)
     support.make_model(trainer_files / "models" / "wide", "untied")
+    with pytest.raises(PreconditionFailed, match=r"saved with another config\.json of the model"):
+        await trainer.open("wide", checkpoint=str(tmp_path / "c"))
+    manifest = tmp_path / "c" / "manifest.json"  # of a checkpoint that does not say with which files it was saved
+    content = json.loads(manifest.read_text())
+    state = content["state"]
+    state["made_with"] = {key: value for key, value in state["made_with"].items() if not key.startswith("model/")}
+    manifest.write_text(json.dumps(content))
     with pytest.raises(PreconditionFailed) as caught:
         await trainer.open("wide", checkpoint=str(tmp_path / "c"))
     assert (
