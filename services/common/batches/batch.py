@@ -193,10 +193,6 @@ NO_TOKEN = -1
 """The number in place of a token, where fewer than k tokens can be sampled. Its log-probability is 0."""
 
 
-def top_k_bytes(k: int, num_tokens: int) -> int:
-    return (8 * k + 4) * num_tokens
-
-
 def encode_top_k(tokens_TK: np.ndarray, logprobs_TK: np.ndarray) -> bytes:
     """Returns the bytes of k tokens at each of T places, the most probable to a teacher, with k + 1 log-probabilities.
 
@@ -211,7 +207,7 @@ def decode_top_k(data: bytes | memoryview, num_tokens: int) -> tuple[np.ndarray,
     Raises:
         ValueError: These are not the same number of tokens for each of `num_tokens` places.
     """
-    k, rest = divmod(len(data) - top_k_bytes(0, num_tokens), 8 * num_tokens)
+    k, rest = divmod(len(data) - 4 * num_tokens, 8 * num_tokens)  # 8 k + 4 bytes a token
     if rest or k < 1:
         raise ValueError(
             f"{len(data)} bytes are not k tokens and k + 1 log-probabilities at each of {num_tokens} places"

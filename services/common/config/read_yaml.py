@@ -71,8 +71,8 @@ def _number(construct: Any, loader: _Loader, node: yaml.ScalarNode) -> object:
     return node.value if _NO_NUMBER.fullmatch(node.value) else construct(loader, node)
 
 
+_constructors = cast(Any, _Loader).yaml_constructors
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _constructors = cast(Any, _Loader).yaml_constructors
     cast(Any, _Loader).add_constructor(_tag, functools.partial(_number, _constructors[_tag]))
 
 

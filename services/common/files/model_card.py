@@ -92,10 +92,8 @@ def _read_config(config_json: bytes) -> JsonObject:
     from transformers import CONFIG_MAPPING
 
     content = json.loads(config_json)
-    if content.get("model_type") not in CONFIG_MAPPING:
-        return content
-    config_class: Any = CONFIG_MAPPING[content["model_type"]]
-    return json.loads(config_class.from_dict(content).to_json_string(use_diff=False))
+    is_known = content.get("model_type") in CONFIG_MAPPING
+    return json.loads(_with_defaults(content).to_json_string(use_diff=False)) if is_known else content
 
 
 def _counted(value: Any) -> Any:
@@ -110,10 +108,15 @@ def vocab_size_of(config_json: bytes) -> int:
     content = json.loads(config_json)
     if given := content.get("vocab_size") or content.get("text_config", {}).get("vocab_size"):
         return int(given)
-    from transformers import CONFIG_MAPPING  # has the default of a key that is left out, as in Gemma 3's text_config
+    return int(_with_defaults(content).get_text_config().vocab_size)
+
+
+def _with_defaults(content: JsonObject) -> Any:
+    """Returns transformers' config, with the defaults of keys that are left out, as in Gemma 3's text_config."""
+    from transformers import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[content["model_type"]]
-    return int(config_class.from_dict(content).get_text_config().vocab_size)
+    return config_class.from_dict(content)
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:
