@@ -36,6 +36,15 @@ def misshapen(tokens: Tokens, config: LossConfig):
     return tokens.logprobs_N[:1], {}
 
 
+def detached(tokens: Tokens, config: LossConfig):
+    return -tokens.advantages_N * tokens.log_ratio_N.detach().exp(), {}
+
+
+def divides(tokens: Tokens, config: LossConfig):
+    """The sign of the advantage, which is NaN where it is 0."""
+    return -tokens.advantages_N / tokens.advantages_N.abs() * tokens.log_ratio_N.exp(), {}
+
+
 def only_loss(tokens: Tokens, config: LossConfig):
     return -tokens.advantages_N * tokens.logprobs_N
 

@@ -42,7 +42,8 @@ class BaseEnvironmentConfig(EpisodeSettings):
     """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
     count."""
     weight: float = 1.0
-    """Factor of the environment's rewards in the reward of a sample. The scorers' rewards are added."""
+    """Factor of the environment's rewards in the reward of a sample, and in the component `environment`. The scorers'
+    rewards are added."""
 
     @property
     def longest_reply_s(self) -> float:

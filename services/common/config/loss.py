@@ -158,7 +158,7 @@ class DistillConfig(Strict):
         return self.top_k if self.coef else 0
 
 
-# The kinds of loss that bound the ratio to the old policy for every token.
+# The kinds of loss that limit the ratio to the old policy; grpo and ppo do so below 0 only with clip_dual.
 _TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
 # The kinds that read a key. Keys that are not listed are read by all kinds.
@@ -253,7 +253,7 @@ class LossConfig(MeanConfig):
     @property
     def corrects_engine(self) -> bool:
         """Whether the loss of every token accounts for the difference between engine and trainer: by an importance
-        weight, by a mask (IcePop), or because the bounded ratio is the one to the engine's log-probabilities."""
+        weight, by a mask (IcePop), or because the limited ratio is the one to the engine's log-probabilities."""
         is_corrected = self.correction.weight != "none" or self.correction.token_mask is not None
         return is_corrected or (self.old_logprobs == "engine" and self.kind in _TRUST_REGIONS)
 
@@ -308,7 +308,7 @@ def check_lag(lag: LagConfig, loss: LossConfig, num_minibatches: int) -> None:
     if loss.kind not in _TRUST_REGIONS:
         kinds = ", ".join(sorted(_TRUST_REGIONS))
         raise ValueError(
-            f"lag.versions {lag.versions} needs a loss that bounds the ratio to the weights that were sampled: set "
+            f"lag.versions {lag.versions} needs a loss that limits the ratio to the weights that were sampled: set "
             f"loss.kind to one of {kinds}, not {loss.kind}, or lag.versions to 0"
         )
     is_corrected = loss.old_logprobs == "recompute" and num_minibatches > 1 and loss.correction.weight != "none"

@@ -158,7 +158,7 @@ class Reward:
         failed = [score.failure for score in answer.scores if score.HasField("failure")]
         if failed:
             if not keep_failed:
-                self.failures[f"{failed[0].scorer}/{reason_name(failed[0])}"] += 1
+                self.failures.update({f"{failure.scorer}/{reason_name(failure)}" for failure in failed})
             self._take_note(failed[0], group.prompt.prompt_id)
             if not keep_failed and self._config.on_failure == "drop_group":
                 return None

@@ -169,7 +169,9 @@ class Prometheus(Reporter):
         phases = "Duration of each phase of the loop: generating, training, publishing, ..."
         self._phase_seconds = Histogram("phase_seconds", phases, ["phase"], buckets=SECONDS, **in_registry)
         self._reward = Gauge("reward_mean", "Mean reward of the last batch.", **in_registry)
-        self._tokens = Counter("batch_tokens_total", "Tokens of all batches trained on.", **in_registry)
+        self._tokens = Counter(
+            "batch_tokens_total", "Tokens of all batches trained on, with those of environments.", **in_registry
+        )
         numbers = "Every metric of the last step and evaluation, by its name in metrics.jsonl."
         self._numbers = Gauge("number", numbers, ["name"], **in_registry)
         metrics.registry.register(self)

@@ -112,7 +112,10 @@ def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def batch_metrics(batch: pa.Table) -> dict[str, float]:
-    """Returns metrics of a batch (SAMPLE_SCHEMA): of rewards, lengths and, if present, advantages, KL and values."""
+    """Returns metrics of a batch (SAMPLE_SCHEMA): of rewards, lengths and, if present, advantages, KL and values.
+
+    Lengths are those of all that follows the prompt, so an environment's tokens count.
+    """
     firsts = begins_of_samples(batch)  # a sample of an agent counts once, however many rows it has
     samples = batch.take(pa.array(firsts)) if len(firsts) < batch.num_rows else batch
     rewards = samples["reward"].to_numpy()

@@ -35,13 +35,15 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs_N: torch.Tensor, columns: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> "Tokens":
-        """Builds the tokens. Masked tokens get the policy's log-probabilities everywhere, so no ratio overflows."""
+        """Builds the tokens. Masked tokens get the policy's log-probabilities everywhere, so no ratio overflows, and no
+        gradient, so that a loss of the user may be NaN there.
+        """
         is_trained_N, own_N = columns["loss_mask"] > 0, logprobs_N.detach()
         bounded = {
             name: torch.where(is_trained_N, values_N, own_N) if name.endswith("logprobs") else values_N
             for name, values_N in columns.items()
         }
-        return cls(logprobs_N, bounded, lengths)
+        return cls(torch.where(is_trained_N, logprobs_N, own_N), bounded, lengths)
 
     @property
     def log_ratio_N(self) -> torch.Tensor:
@@ -56,7 +58,7 @@ class Tokens:
         """Returns at every token [N] the sum of its sequence's values where loss_mask is 1, without gradient."""
         # Not index_add: it adds in varying order on GPU, and ranks that share a token must compute the same mask.
         lengths_B = torch.tensor(self.lengths, device=values_N.device)
-        trained_N = values_N.detach() * self.columns["loss_mask"].to(values_N.dtype)
+        trained_N = values_N.detach().where(self.columns["loss_mask"] > 0, 0)
         sums_B = torch.segment_reduce(trained_N, "sum", lengths=lengths_B, unsafe=True)
         return sums_B.repeat_interleave(lengths_B, output_size=values_N.numel())
 
@@ -117,10 +119,12 @@ def gspo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, to
 
     This is the paper's token form (GSPO-token), where s is written as sg[s] * policy / sg[policy]. If all tokens of a
     sequence have the same advantage, its gradient is that of the sequence form. To average as the paper does, set
-    aggregation: seq_mean_token_mean.
+    aggregation: seq_mean_token_mean. The mean is clamped, not each token's log-ratio; a sequence whose mean is clamped
+    has no gradient.
     """
-    sequence_N = tokens.sequence_mean(tokens.log_ratio_N)
-    ratio_N = torch.exp(sequence_N + (tokens.logprobs_N - tokens.logprobs_N.detach()))
+    sequence_N = tokens.sequence_mean(tokens.logprobs_N.detach() - tokens.columns["old_logprobs"])
+    own_N = tokens.logprobs_N - tokens.logprobs_N.detach()  # is 0, and has the gradient
+    ratio_N = (sequence_N + own_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     losses_N, clipped_N = clipped_surrogate(ratio_N, tokens.advantages_N, config.gspo.clip_low, config.gspo.clip_high)
     return losses_N, {"clip_fraction": clipped_N}
 
@@ -227,12 +231,16 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
     """Calls the user's function, which returns the loss [N] of each token and metrics [N] as every kind does.
 
     Raises:
-        InvalidInput: The function cannot be imported, raises, or one of its results does not have shape [N].
+        InvalidInput: The function cannot be imported, raises, returns a loss without gradient, or one of its results
+            does not have shape [N].
     """
     result = call_function(config.import_path, (tokens, config), config.kwargs, field=_FIELD)
     if not _is_pair(result):
         raise InvalidInput(f"{_FIELD}: {config.import_path} must return the loss and a dict of metrics", field=_FIELD)
     losses_N, metrics = result
+    if torch.is_tensor(losses_N) and tokens.logprobs_N.requires_grad and not losses_N.requires_grad:
+        why = "returned a loss without gradient: compute it from tokens.logprobs_N or tokens.log_ratio_N"
+        raise InvalidInput(f"{_FIELD}: {config.import_path} {why}", field=_FIELD)
     for name, values_N in {"loss": losses_N, **metrics}.items():
         shape = list(values_N.shape) if torch.is_tensor(values_N) else None
         if shape != list(tokens.logprobs_N.shape):

@@ -13,6 +13,8 @@ from services.trainer.losses.kinds import Tokens, Totals, token_weights
 _MAX_LOG_RATIO, _MAX_K3 = 20.0, 10.0
 # No logit gives less, except that of a token that sampling has removed (updates/softmax.py).
 _IMPOSSIBLE = -1e20
+# Sums in float64 of equal float32 returns differ from their exact values by less than this share.
+_ROUNDING = 1e-12
 
 
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -220,4 +222,5 @@ def explained_variance(metrics: Mapping[str, float]) -> float:
     """
     variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2
     residual = metrics["error_square_mean"] - metrics["error_mean"] ** 2
-    return 1 - residual / variance if variance > 0 else 0.0
+    varies = variance > _ROUNDING * metrics["return_square_mean"]
+    return 1 - residual / variance if varies else 0.0

@@ -81,6 +81,18 @@ def test_gspo_clips_whole_sequences(ratios: list[float], advantage: float, clipp
     assert metrics["clip_fraction"] == 2 * clipped
 
 
+def test_gspo_clamps_the_mean_of_a_sequence_and_not_its_tokens() -> None:
+    config = LossConfig(kind="gspo")
+    loss, gradients, _ = at_tokens(config, [math.exp(-60), 1.0, 1.0], -1.0)
+    assert loss == pytest.approx(3 * (1 - config.gspo.clip_low), rel=1e-14)
+    loss, gradients, _ = at_tokens(config, [math.exp(40), 1.0, 1.0], -1.0)
+    assert loss == pytest.approx(3 * math.exp(40 / 3), rel=1e-12)
+    assert gradients == pytest.approx([math.exp(40 / 3)] * 3, rel=1e-12)
+    loss, gradients, _ = at_tokens(config, [math.exp(90), 1.0, 1.0], -1.0)
+    assert loss == pytest.approx(3 * math.exp(20), rel=1e-12)
+    assert gradients == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (0.01, 0.5), (3.0, 3.0), (9.0, 4.0)])
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cispo_keeps_every_gradient(ratio: float, weight: float, advantage: float) -> None:

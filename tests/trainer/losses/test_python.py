@@ -15,7 +15,7 @@ from tests.support import raises
 
 def loss_of(path: str, **kwargs: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     config = LossConfig(kind="python", import_path=path, kwargs=kwargs)
-    logprobs_N = torch.tensor([-1.0, -2.0])
+    logprobs_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     ones_N = torch.ones(2)
     columns = {"loss_mask": ones_N, "completion_length": 2 * ones_N, "advantages": torch.tensor([1.0, -3.0])}
     columns |= {"old_logprobs": torch.tensor([-1.5, -2.0]), "behavior_logprobs": logprobs_N}
@@ -40,12 +40,25 @@ def test_a_wrong_shape_is_named() -> None:
     [
         ("only_loss", "must return the loss and a dict of metrics"),
         ("number", "returned half as float; it must be a tensor with one value for each of the 2 tokens"),
+        ("detached", "returned a loss without gradient: compute it from tokens.logprobs_N or tokens.log_ratio_N"),
         ("raises", r"raised KeyError: 'column' \(.*user_functions.py, line \d+\)"),
     ],
 )
 def test_a_mistake_in_the_function_is_named(name: str, why: str) -> None:
     with pytest.raises(InvalidInput, match=f"trainer.loss.import_path: tests.user_functions:{name} {why}"):
         loss_of(f"tests.user_functions:{name}")
+
+
+def test_what_is_not_finite_at_a_masked_token_changes_no_gradient() -> None:
+    config = LossConfig(kind="python", import_path="tests.user_functions:divides")
+    logprobs_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    columns = {"loss_mask": torch.tensor([1.0, 0, 1]), "completion_length": torch.full((3,), 2.0)}
+    columns |= {"advantages": torch.tensor([1.0, 0, -3.0]), "old_logprobs": logprobs_N.detach()}
+    columns["behavior_logprobs"] = logprobs_N.detach()
+    loss, _ = policy_loss(torch.stack([logprobs_N, torch.zeros(3)]), columns, (3,), Totals(2, 1), config)
+    loss.backward()
+    assert loss.item() == 0  # (-1 + 1) / 2
+    assert logprobs_N.grad is not None and logprobs_N.grad.tolist() == [-0.5, 0, 0.5]
 
 
 def test_a_metric_that_every_update_has_is_refused() -> None:

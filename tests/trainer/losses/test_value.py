@@ -138,3 +138,7 @@ def test_explained_variance_of_known_critics() -> None:
     constant = columns | {"returns": column(2, 2, 2, 2)}
     _, metrics = value_loss(column(1, 2, 3, 4), constant, Totals(4, 1), ValueLossConfig(value_clip=None))
     assert explained_variance({name: value.item() for name, value in metrics.items()}) == 0.0
+    columns = {"returns": torch.full((12345,), 0.9999), "loss_mask": torch.ones(12345)}
+    columns["completion_length"] = torch.full((12345,), 12345.0)
+    _, metrics = value_loss(torch.zeros(12345), columns, Totals(12345, 1), ValueLossConfig(value_clip=None))
+    assert explained_variance({name: value.item() for name, value in metrics.items()}) == 0.0
