@@ -4,9 +4,9 @@
     python deploy/by_hand.py deploy/runs/quickstart.yaml name=by-hand num_steps=3
 
 It reads the same config as `lockstep run`, with rewards of 0 and 1 makes the same samples and weights to the last bit,
-and records them, for `lockstep verify` and `report`. It leaves out what surrounds the algorithm there: evaluation, checkpoints, export, and
-streaming of a batch to the trainer while it is still sampled. Keys that would change samples or weights are refused if
-it does not read them: other advantages, selection of prompts, critic, reference and teacher, environments, lag.
+and records them, for `lockstep verify` and `report`. It leaves out what surrounds the algorithm there: evaluation,
+checkpoints, export, and streaming of a batch to the trainer while it is sampled. Keys that would change samples or
+weights and that it does not read are refused: advantages, selection, critic, reference, teacher, environment, lag.
 """
 
 import asyncio

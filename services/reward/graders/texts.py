@@ -83,7 +83,15 @@ _MEANINGFUL = (
     r"(?:(?<=^)|(?<=[\s(\[,;=<>$]))-(?=[\w.$(\u221a\u221e\u20ac\u00a3\u00a5])",  # -5, -x, -(x+1)
     r"(?<=[\d)])(?:\s?%|[!*'\"]+)",  # 50%, 5!, 5'
     rf"{_VARIABLE}(?:[-/*!^](?!\w\w)|[/*^](?=\d))|(?<=\d)[-/*](?={_VARIABLE})",  # x-1, n!, x/10, 5-x
+    r"(?<=[\w)]\))\s?[-*/^](?=\s?[\w(])",  # sin(x)/2
+    rf"(?:(?<=[\d)])|{_VARIABLE})\s?[-*/^](?=\s?\()",  # 2/(x+1)
     r"(?<=\w)[#*@&_\\](?![*_])|[&@](?=\s|$)|(?<=\w)[&@_](?=\w)",  # C#, A*, R & B, snake_case
+)
+_FORMULA = rf"[^()+*/^=<>-]*(?:[+*/^=<>]|-\s?(?:\d|{_VARIABLE}))"
+_APPLIED = (  # brackets that are part of a formula
+    rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]"  # 2(3+4), f(2)
+    rf"|[^\W\d_]\((?:[^()]*\)\s?[-+*/^=<>]|{_FORMULA})"  # sin(x)+1, log(x+1)
+    rf"|\({_FORMULA}[^()]*\)\s?[-+*/^!=<>]|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
 )
 
 
@@ -92,7 +100,7 @@ def _meaningful_marks(text: str) -> set[int]:
     marks = {index for pattern in _MEANINGFUL for match in re.finditer(pattern, text) for index in range(*match.span())}
     groups = [match for match in _GROUP.finditer(text) if re.search(r"\d", match[0]) and re.search("[,;]", match[0])]
     marks |= {index for match in groups for index in range(*match.span()) if not text[index].isspace()}
-    if re.search(rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]", text):  # a product or a function: 2(3+4), f(2)
+    if re.search(_APPLIED, text):
         marks |= {index for index, character in enumerate(text) if character in "()[]{}"}
     return marks
 

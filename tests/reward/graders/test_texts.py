@@ -38,6 +38,8 @@ A | B | AB | The | The The | An | A, B | A and B | and B | A+ | A- | A* | Plan A
 C | C++ | C# | F# | F | \u00bd | 1/2 | 12 | 1 2 | x | -x | x-1 | x+1 | x1 | x=1 | n | n! | x^2 | x\u00b2 | x2 | f(2) | f2 | 2(3) | 23
 -\u221e | \u221e | -\u221a2 | \u221a2 | -\u20ac10 | \u20ac10 | -(x+1) | x/10 | x10 | A, C | AC
 (0,1) | [0,1] | [0,1) | (0,1] | = | % | + | - | ? | ! | * | / | ... | # | & | @ | snake_case | snakecase | a & b | a | \u3002
+sin(x)+1 | sin(x+1) | sin(x)-cos(x) | sin(x)cos(x) | log(x)/2 | log(x/2) | log(x)*2 | (x+1)/(x-1) | x+1/x-1 | (x+1)(x-1)
+2/(x+1) | 2(x+1) | 2/x+1 | x-(y+1) | x-y+1 | x(y+1) | exp(-x) | exp(x)
 """  # noqa: E501
 
 
