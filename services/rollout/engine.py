@@ -132,6 +132,11 @@ class Engine:
         check_draft(config)
         check_precision(config)
         begin = log_size()
+        try:
+            client.restore_directories()
+        except InternalError:
+            on_death()
+            raise
         directory = socket_directory()
         write_model_card(card, Path(directory.name))
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from lockstep.rollout.v1.rollout_pb2 import CloseRunRequest
+from lockstep.rollout.v1.rollout_pb2 import CloseRunRequest, GetInfoRequest
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Reason, Unavailable
+from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
 from tests.support import PATIENCE_S, descendants, engine_of, raises, still_there
@@ -49,6 +50,8 @@ async def test_an_engine_that_ends_in_order_leaves_no_files(
     mortals: list, temporary: Path, model: Callable, backend: str
 ):
     replica, process = mortals[1]
+    for empty in (path for path in temporary.glob("lockstep-*") if not any(path.iterdir())):
+        empty.rmdir()  # as a cleaner of old temporary files does
     await replica.open(model("untied"), "first", engine={"distributed_executor_backend": backend})
     titles = descendants(process.pid)
     assert sum("Worker" in title for title in titles.values()) == (backend == "mp")
@@ -60,6 +63,22 @@ async def test_an_engine_that_ends_in_order_leaves_no_files(
     await replica.client.call(RolloutService.CloseRun, CloseRunRequest(run_id="first"), timeout_s=PATIENCE_S)
     assert not [path for path in sockets if path.exists()]
     assert "Traceback" not in replica.log.read_text()
+
+
+async def test_a_replica_whose_temporary_files_were_removed_says_so_and_ends(
+    start_replica: Callable, model: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    with tempfile.TemporaryDirectory(prefix="") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        async with start_replica() as (replica, process):
+            ready = {"timeout_s": PATIENCE_S, "wait_for_ready": True}
+            await replica.client.call(RolloutService.GetInfo, GetInfoRequest(), **ready)
+            for path in Path(name).iterdir():
+                shutil.rmtree(path)
+            with raises(InternalError, reason=Reason.ENGINE_DEAD):
+                await replica.open(model("untied"), "cleaned")
+            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 1
+            assert f"{name}/" in replica.log.read_text() and "Traceback" not in replica.log.read_text()
 
 
 @pytest.mark.long

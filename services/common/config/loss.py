@@ -283,7 +283,8 @@ class LagConfig(Strict):
     min_ess: float = Field(default=0.5, gt=0, le=1)
     """Fail the step, before any update is applied, if the effective sample size of a batch's importance weights, as a
     share of its tokens, is below this. The weights are exp(trainer - engine log-probability); the share is 1 if both
-    agree exactly. Read only with a lag."""
+    agree exactly. With old_logprobs engine it is that of the first mini-batch, because the others come after an update.
+    Read only with a lag."""
 
     def check_rules(self) -> None:
         if not self.versions and self.min_ess != type(self).model_fields["min_ess"].default:

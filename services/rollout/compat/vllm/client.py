@@ -6,6 +6,7 @@ It forks engines from a process that has imported vLLM, because an engine's own 
 import asyncio
 import os
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, util
@@ -20,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.compat.versions import require_version
+from services.common.errors import InternalError, Reason
 from services.rollout.compat.vllm.recorded import MASKS, EngineArguments
 
 _LIMITED = SpecifierSet(">=0.26,<0.32")
@@ -146,6 +148,23 @@ def fork_engines() -> None:
     taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
     vars(forkserver._forkserver).update(taken_over)
     vllm.envs.environment_variables[_METHOD] = lambda: "forkserver"
+
+
+def restore_directories() -> None:
+    """Makes the directories for temporary files again, if somebody has removed them, as cleaners of /tmp do.
+
+    Raises:
+        InternalError: ENGINE_DEAD, the socket at which engines are forked is gone.
+    """
+    for directory in (tempfile.gettempdir(), util.get_temp_dir()):  # multiprocessing removes the second at its end
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    address: str | None = vars(forkserver._forkserver).get("_forkserver_address")
+    if forks_engines() and address and not os.path.exists(address):
+        raise InternalError(
+            f"{address} was removed while the rollout service ran, so it cannot start an engine and ends: start it "
+            f"again, and keep {os.path.dirname(address)} from what cleans temporary files",
+            reason=Reason.ENGINE_DEAD,
+        )
 
 
 def forks_engines() -> bool:
