@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.replay.record import Record
 from services.coordinator.replay.session import parse_what
+from services.coordinator.runs.ledger import Kind, Ledger
 from tests.e2e.lockstep_command import NUM_STEPS, invoke
 from tests.support import raises
 
@@ -106,13 +107,19 @@ def test_what_cannot_be_replayed_is_said_before_anything_starts(workspace: Path)
         manifest.write_bytes(manifest.read_bytes() + b" ")
         with pytest.raises(DataLoss, match="not the file that was saved"):
             record.start(4)
+    config = json.loads((run_dir / "config.json").read_text())
+    with closing(Ledger(run_dir / "ledger.sqlite")) as ledger:  # a session that had nothing to do
+        opened = ledger.all(Kind.OPENED)[-1]
+        idle = json.dumps(config | {"num_steps": 1})
+        ledger.record(Kind.OPENED, opened.pop("version"), **(opened | {"config": idle}))
+    Record(run_dir).close()
+
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
         gone = str(workspace / "gone")
         database.execute("UPDATE decisions SET body = json_set(body, '$.checkpoint', ?) WHERE kind = 'opened'", (gone,))
     with closing(Record(run_dir)) as record, raises(NotFound, field="step"):
         record.start(1)
 
-    config = json.loads((run_dir / "config.json").read_text())
     config["trainer"]["optim"]["lr"] = 1.0
     (run_dir / "config.json").write_text(json.dumps(config))
     with pytest.raises(PreconditionFailed, match=r"changed since the run: trainer\.optim\.lr"):
