@@ -3,7 +3,7 @@
 `environment` opens one and plays episodes of it, one call at a time:
 
     -> {"environment": {"kind": "python", ...}}               section of a config
-    <- {"version": "1/3f2a...", "tools": [{...}]}             it is open; with JSON schemas
+    <- {"version": "1/3f2a...", "tools": [{...}], "roles": ["user"]}  it is open; with JSON schemas
     -> {"reset": {"prompt": ..., "answer": ...}, "seed": 7}   begins an episode, after the end of the one before
     <- {"messages": [{"role": "user", "content": "..."}]}     or {"failure": {"reason": "...", "message": "..."}}
     -> {"step": "...", "is_reasoning": false}                 the policy's text; whether it begins within reasoning
@@ -87,7 +87,7 @@ async def environment(requests: Requests) -> Answers:
     context = EpisodeContext(tried, config.turn_s, RewardMetrics(CollectorRegistry()))
     table, num_episodes, num_turns = EpisodeTable(context, config.episode_s), 0, 0
     try:
-        yield {"version": tried.version, "tools": list(tried.tools)}
+        yield {"version": tried.version, "tools": list(tried.tools), "roles": list(tried.roles)}
         async for call in requests:
             if "reset" in call:
                 await table.end(str(num_episodes))

@@ -7,6 +7,7 @@ to the Hugging Face hub.
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -50,7 +51,8 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     """
     directory = Path(model_path)
     if not directory.is_dir():
-        raise NotFound(f"model: directory {directory} does not exist", field="model")
+        here = "" if directory.is_absolute() else f" in {Path.cwd()} on {socket.gethostname()}"
+        raise NotFound(f"model: directory {directory} does not exist{here}", field="model")
     names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name, field="model")]
     if "tokenizer.json" in names:
         names = [name for name in names if name not in _CONVERTED]

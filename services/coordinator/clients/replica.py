@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from enum import StrEnum
 from itertools import count
 
@@ -120,7 +120,7 @@ class Replica:
         timeout_s, request = self._timeouts.info_s, pb.GetInfoRequest()
         return await self._client.call(RolloutService.GetInfo, request, timeout_s=timeout_s, max_retry_s=max_retry_s)
 
-    def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yields the sampled group of each prompt, as it is finished.
 
         Raises:

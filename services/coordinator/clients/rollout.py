@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from lockstep.rollout.v1 import rollout_pb2 as pb
@@ -108,8 +108,8 @@ class Rollout(ReplicaSet):
             reserved = self._reserved(len(request.prompts[0].seeds), cost, affinity)
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 with self._dropping(replica):
-                    answers = [require_sealed(request, answer) async for answer in replica.generate(request)]
-                    return replica.address, answers
+                    async with aclosing(replica.generate(request)) as groups:
+                        return replica.address, [require_sealed(request, group) async for group in groups]
             self.num_redispatched += 1
         except Unavailable as error:
             await self._recover(error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
@@ -32,7 +32,7 @@ class Finding:
 
 def show_findings(findings: Sequence[Finding], console: Console) -> bool:
     """Prints a table with a row per finding, with its fix. Returns whether no check failed."""
-    table = Table("check", "found", "verdict", show_lines=False)
+    table = Table("check", Column("found", overflow="fold"), "verdict", show_lines=False)
     for one in findings:
         fix = Text(f"\nfix: {one.fix}" if one.fix else "", style="dim")
         table.add_row(Text(one.check), Text.assemble(one.result, fix), Text(one.verdict, style=_STYLES[one.verdict]))

@@ -1,6 +1,7 @@
 """Checks what a run reads and plays: its models and data, and short episodes of its environment."""
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, LockstepError, NotFound
+from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, NotFound
 from services.common.families.architecture import make_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, choose
@@ -20,8 +21,8 @@ from services.common.files.model_card import read_model_card, require_whole_weig
 from services.common.json_values import JsonObject
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
+from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.order import environment_seed
-from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
@@ -37,6 +38,7 @@ from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
 from services.coordinator.text.cards import require_teacher
+from services.coordinator.text.tokenizer import Tokenizer
 
 _MAX_CHARS = 400
 _LOOK_S = 60.0
@@ -118,10 +120,10 @@ def _fix_of_model(config: AnyConfig, problem: str, field: str) -> str:
     return "set strategy to fsdp, which was compared with transformers and supports it"
 
 
-def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt] | None = None) -> Iterator[Finding]:
-    """Checks that the run would accept its model and data, if they are on this host. Adds the first prompt to
-    `prompts`.
-    """
+def examine_inputs(
+    config: AnyConfig, addresses: Addresses, loaded: list[rl.Dataset] | None = None
+) -> Iterator[Finding]:
+    """Checks that the run would accept its model and data, if they are on this host. Adds the data to `loaded`."""
     if addresses.trainer and not Path(config.model).is_dir():
         yield Finding("model", f"{config.model} is not on this host; model and data were not checked")
         return
@@ -141,7 +143,7 @@ def examine_inputs(config: AnyConfig, addresses: Addresses, prompts: list[Prompt
     if isinstance(config, Config) and config.teacher:
         yield check_teacher(config)
     try:
-        yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, prompts)
+        yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, loaded)
     except LockstepError as error:
         field = error.metadata.get("field", "")
         fix = f"correct {field or 'data'}, or the rows of its files"
@@ -168,17 +170,23 @@ def check_teacher(config: Config) -> Finding:
 def _rows(config: SftConfig, addresses: Addresses) -> list[Finding]:
     data = sft.load_data(config, addresses)
     assert data is not None, "the model is on this host"
+    first, decode = data.train.examples[0], partial(data.tokenizer.decode, skip_special_tokens=False)
+    prompt, trained = decode(first.prompt_tokens.tolist()), decode(first.tokens[first.loss_mask].tolist())
     num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
     num_read = num_steps * config.data.samples_per_step
-    return [_sizes(data.train, data.held_out, "row"), _steps(num_steps, num_read, len(data.train), "row")]
+    return [
+        _sizes(data.train, data.held_out, "row"),
+        Finding("first row", f"{counted(first.num_tokens, 'token')}: {shown(prompt)}; trained on: {shown(trained)}"),
+        _steps(num_steps, num_read, len(data.train), "row"),
+    ]
 
 
-def _prompts(config: Config, addresses: Addresses, prompts: list[Prompt] | None) -> list[Finding]:
+def _prompts(config: Config, addresses: Addresses, loaded: list[rl.Dataset] | None) -> list[Finding]:
     data = rl.load_data(config, addresses)
     assert data is not None, "the model is on this host"
     first, num_read = data.train.prompts[0], config.num_steps * config.data.prompts_per_step
-    if prompts is not None:
-        prompts.append(first)
+    if loaded is not None:
+        loaded.append(data)
     answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
     sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
     return [
@@ -200,8 +208,9 @@ def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> Finding:
 
 
 def shown(text: str) -> str:
-    """Returns the beginning of a text as a Python literal, in which every character is printable."""
-    return repr(text) if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]!r}..."
+    """Returns a text, or its beginning and end, as a Python literal, in which every character is printable."""
+    half = _MAX_CHARS // 2
+    return repr(text) if len(text) <= _MAX_CHARS else f"{text[:half]!r} ... {text[-half:]!r}"
 
 
 _FIXES = {
@@ -214,8 +223,8 @@ _FIXES = {
 }
 
 
-def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | None = None) -> Iterator[Finding]:
-    """Opens the environment of a run that starts its reward service here, and plays short episodes of `prompt`."""
+def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset | None = None) -> Iterator[Finding]:
+    """Opens the environment of a run that starts its reward service here, and plays its first prompt."""
     if config.environment is None:
         return
     if addresses.reward:
@@ -224,12 +233,17 @@ def examine_environment(config: Config, addresses: Addresses, prompt: Prompt | N
     if config.environment.kind == "agent":
         yield check_agent(config.environment)
         return
-    calls = []
-    if prompt:
+    calls, talks = [], None
+    if data:
+        prompt, talks = data.train.prompts[0], partial(_check_dialog, data.tokenizer, config)
         begin = {"reset": row_of(prompt), "seed": environment_seed(config.seed, prompt.prompt_id)}
         # A turn that the environment may expect, and the shortest that a policy can write.
         calls = [begin, {"step": prompt.answer or ""}, begin, {"step": ""}]
-    yield check_environment(config.environment, calls=calls)
+    yield check_environment(config.environment, calls=calls, talks=talks)
+
+
+def _check_dialog(tokenizer: Tokenizer, config: Config, opened: Answer) -> None:
+    Dialog(tokenizer, opened["tools"], config).check(opened["roles"])
 
 
 # Prints where the agent's program is in the sandbox and, for a Python, which clients it has.
@@ -274,8 +288,12 @@ def check_environment(
     command: Sequence[str] = ENVIRONMENT,
     timeout_s: float = OPEN_TIMEOUT_S,
     calls: Sequence[Mapping[str, object]] = (),
+    talks: Callable[[Answer], None] | None = None,
 ) -> Finding:
-    """Checks that the environment opens and answers `calls`; shows its name, version and tools."""
+    """Checks that the environment opens and answers `calls`; shows its name, version and tools.
+
+    `talks` raises InvalidInput if the model cannot read the messages of the environment that has opened.
+    """
     try:
         with EnvironmentProbe(environment, command) as probe:
             try:
@@ -285,6 +303,10 @@ def check_environment(
                 fix = "a large corpus takes long; otherwise see the module's imports"
                 return Finding("environment", why, Verdict.WARN, fix)
             answers = [probe.play(call) for call in calls]
+        if talks:
+            talks(opened)
+    except InvalidInput as error:
+        return Finding("environment", error.message, Verdict.FAIL, f"correct {error.metadata.get('field')}")
     except LockstepError as error:
         return _failed(environment, error.message)
     if problem := _problem(environment, calls, answers):

@@ -13,7 +13,6 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import LockstepError, NotFound, Unavailable
 from services.common.rpc.address import parse_address
-from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.doctor.host import examine_host
@@ -22,6 +21,7 @@ from services.coordinator.doctor.services import check_broadcast, examine_servic
 from services.coordinator.doctor.settings import examine_settings
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.fleet.membership import read_source, source_of
+from services.coordinator.rl.session import Dataset
 from services.coordinator.runs.resume import check_resume
 
 # torch reads both; the second is its name for all accelerators.
@@ -97,14 +97,16 @@ def check_restarts(config: AnyConfig) -> Finding:
 
 
 def examine_resume(config: AnyConfig) -> Iterator[Finding]:
-    """Checks that what `resume` asks for is there; yields nothing for auto, which takes what it finds."""
-    if config.resume == "auto":
-        return
+    """Checks that what `resume` asks for is there, and that a run which is in the directory has the same config."""
     try:
         check_resume(config)
-        yield Finding("resume", config.resume)
     except LockstepError as error:
-        yield Finding("resume", error.message, Verdict.FAIL, "set resume to what is there, or leave it out")
+        field = error.metadata.get("field") or "the config"
+        fix = "set resume to what is there, or leave it out" if field == "resume" else f"correct {field}"
+        yield Finding("resume", error.message, Verdict.FAIL, fix)
+    else:
+        if config.resume != "auto":
+            yield Finding("resume", config.resume)
 
 
 def examine(config: AnyConfig | None, addresses: Addresses, console: Console) -> bool:
@@ -147,11 +149,11 @@ def _with_model(config: AnyConfig, addresses: Addresses) -> tuple[AnyConfig, lis
 
 def _of_run(config: AnyConfig, addresses: Addresses, absent: Sequence[Finding]) -> Iterator[Finding]:
     """Yields the checks of a run's config; `absent` has those of its model and data if there is no model."""
-    prompts: list[Prompt] = []
-    yield from absent or examine_inputs(config, addresses, prompts)
+    loaded: list[Dataset] = []
+    yield from absent or examine_inputs(config, addresses, loaded)
     yield from examine_settings(config, addresses)
     yield from examine_replicas(config, addresses)
     yield from examine_resume(config)
     if isinstance(config, Config):
         yield from examine_colocated(config, addresses)
-        yield from examine_environment(config, addresses, prompts[0] if prompts else None)
+        yield from examine_environment(config, addresses, loaded[0] if loaded else None)

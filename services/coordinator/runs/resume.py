@@ -115,14 +115,17 @@ def open_run(config: AnyConfig) -> Start:
 
 
 def check_resume(config: AnyConfig) -> None:
-    """Raises like `open_run` if `config.resume` asks for what is not there, and changes nothing."""
+    """Raises like `open_run` if the run's directory or `config.resume` does not fit, and changes nothing."""
     checkpoint = _named_checkpoint(config)
-    if checkpoint and (config.run_dir / LEDGER).exists():
-        with closing(LedgerReader(config.run_dir)) as ledger:
-            if before := _same_resume(ledger, checkpoint):
-                _newest_after(ledger, config, before)
-            else:
-                _require_checkpoint(checkpoint)
+    if not (config.run_dir / LEDGER).exists():
+        return
+    with closing(LedgerReader(config.run_dir)) as ledger:
+        if worked := ledger.opening_that_worked():
+            _require_same(config, json.loads(worked["config"]), ledger)
+        if checkpoint and (before := _same_resume(ledger, checkpoint)):
+            _newest_after(ledger, config, before)
+        elif checkpoint:
+            _require_checkpoint(checkpoint, config)
 
 
 def _named_checkpoint(config: AnyConfig) -> str:
@@ -136,7 +139,7 @@ def _named_checkpoint(config: AnyConfig) -> str:
     if is_path(config.resume):
         checkpoint = str(Path(config.resume).absolute())
         if not exists:
-            _require_checkpoint(checkpoint)
+            _require_checkpoint(checkpoint, config)
         return checkpoint
     if not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
@@ -182,7 +185,7 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if before:
         resume, checkpoint = before["resume"], _newest_after(ledger, config, before)
     elif checkpoint:
-        step = _require_checkpoint(checkpoint)
+        step = _require_checkpoint(checkpoint, config)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
@@ -222,7 +225,7 @@ def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
     """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
-    _require_checkpoint(before["resume"])
+    _require_checkpoint(before["resume"], config)
     return before["resume"]
 
 
@@ -248,14 +251,26 @@ def _critic_checkpoint(checkpoint: str) -> str:
     return str(critic)
 
 
-def _require_checkpoint(path: str) -> int:
-    """Returns the number of policy updates in the checkpoint at `path`, or raises NotFound or DataLoss."""
+def _require_checkpoint(path: str, config: AnyConfig) -> int:
+    """Returns the number of policy updates in the checkpoint at `path`.
+
+    Raises:
+        NotFound: There is none.
+        DataLoss: Its manifest is damaged.
+        InvalidInput: The run has no step after it.
+    """
     if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    return step_of(path)
+    step = step_of(path)
+    if config.num_steps is not None and config.num_steps <= step:
+        raise InvalidInput(
+            f"num_steps {config.num_steps} counts all steps, and {path} is of step {step}: raise it above {step}",
+            field="num_steps",
+        )
+    return step
 
 
 def step_of(checkpoint: str) -> int:

@@ -35,10 +35,11 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SftData:
-    """Rows to train on, and held-out rows by set name."""
+    """Rows to train on, held-out rows by set name, and the tokenizer that has read them."""
 
     train: SftDataset
     held_out: Mapping[str, Sequence[Example]]
+    tokenizer: Tokenizer
 
 
 class SftTrainer(Trainer):
@@ -223,4 +224,4 @@ class Lines(Reporter):
 
 def _load(config: SftConfig, tokenizer: Tokenizer) -> SftData:
     train_data = SftDataset.load(config.data, tokenizer, seed=config.seed)
-    return SftData(train_data, SftFile.held_out(config.data, tokenizer))
+    return SftData(train_data, SftFile.held_out(config.data, tokenizer), tokenizer)

@@ -276,13 +276,16 @@ def _check_keeps_turns(bridge: Bridge, roles: Sequence[str]) -> None:
     _check_conversation(bridge, first, [*islice(cycle(roles), _LONG)], texts[::-1])
 
 
+_OR_FEWER = "them, or set the class attribute `roles` of your environment to the roles that it sends"
+
+
 def _check_shown(bridge: Bridge, role: str) -> None:
     try:
         text = bridge.after_turn([{"role": role, "content": "LockstepReply"}])
     except TemplateRefusal as error:
-        _refuse(f"rejects messages of role {role} after the assistant's turn ({error.message})", "takes them")
+        _refuse(f"rejects messages of role {role} after the assistant's turn ({error.message})", f"takes {_OR_FEWER}")
     if "LockstepReply" not in text:
-        _refuse(f"leaves out messages of role {role}", "shows them")
+        _refuse(f"leaves out messages of role {role}", f"shows {_OR_FEWER}")
 
 
 def _texts(prompt: str) -> Sequence[str]:

@@ -45,12 +45,21 @@ def verify(run_dir: Path) -> Verdict:
         PreconditionFailed: It is an SFT run.
         DataLoss: The ledger is empty, or a part of the record is damaged, so that nobody can say what it was.
     """
-    # The run may go on meanwhile: the ledger is read next, and has everything that is in these parts of the files.
-    written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
+    before = ""
     with closing(LedgerReader(run_dir)) as ledger:
-        rows = ledger.rows()
-    if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
-        raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
+        while True:
+            # The run may go on meanwhile: the rows are read next, and have everything that is in these parts of files.
+            written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
+            rows = ledger.rows()
+            if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
+                raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
+            verdict = _verify(run_dir, rows, written)
+            if verdict.violation in ("", before) or ledger.num_rows() == len(rows):
+                return verdict
+            before = verdict.violation  # the run may have deleted a checkpoint, whose row is among the new ones
+
+
+def _verify(run_dir: Path, rows: Sequence[LedgerRow], written: Sequence[tuple[Path, int]]) -> Verdict:
     history = History(run_dir, rows)
     for number, row in enumerate(rows, 1):
         try:

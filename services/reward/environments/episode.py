@@ -41,7 +41,8 @@ def _step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
 def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Message]:
     for message in messages:
         if message.role and message.role not in roles:
-            raise _invalid(f"a message's role must be one of {', '.join(roles)}, not {message.role!r}")
+            has = f"a message's role must be one of `roles`, {', '.join(roles)}, not {message.role!r}"
+            raise _invalid(has)
     try:
         return [pb.Message(role=m.role, content=m.content, name=m.name) for m in messages]
     except (TypeError, ValueError) as error:  # not text, or half of a surrogate pair

@@ -19,6 +19,7 @@ from services.common.files.storage import is_of_disk, storage_error
 from services.common.json_values import JsonMapping
 
 _MANIFEST = "manifest.json"
+_INSTEAD = "; restore it, or go on from an earlier checkpoint, with resume set to its path"
 _CHUNK_BYTES = 8 << 20
 _NUM_READERS = 8
 
@@ -115,10 +116,10 @@ def verify(path: Path) -> TrainState:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
     for name in files:
         if not (path / name).is_file():
-            raise DataLoss(f"checkpoint {path}: {name} is missing")
+            raise DataLoss(f"checkpoint {path}: {name} is missing{_INSTEAD}")
     for name, described in _described(path, files).items():
         if described != files[name]:
-            raise DataLoss(f"checkpoint {path}: {name} is not the file that was written")
+            raise DataLoss(f"checkpoint {path}: {name} is not the file that was written{_INSTEAD}")
     return state
 
 

@@ -6,10 +6,11 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from services.common import process as sockets
 from services.common.config.sft import SftConfig
-from services.common.errors import Unavailable
+from services.common.errors import InvalidInput, Unavailable
 from services.common.rpc import address as ports
 from services.common.rpc.server import Server
 from services.common.rpc.tls import Role
@@ -157,7 +158,7 @@ def test_sandbox() -> None:
     assert host.check_sandbox(tools, broken).verdict is WARN
 
 
-def opened(environment: dict[str, object], *command: str, **options: float) -> Finding:
+def opened(environment: dict[str, object], *command: str, **options: Any) -> Finding:
     section = config_with(environment=environment).environment
     assert section is not None
     return check_environment(section, *([command] if command else []), **options)
@@ -196,6 +197,15 @@ def test_an_environment_is_opened_where_its_reward_service_will_run() -> None:
     (finding,) = examine_environment(config, Addresses(reward=("a:1",)))
     assert "where the reward services do" in finding.result
     assert not list(examine_environment(config_with(), Addresses()))
+
+
+def test_an_environment_whose_messages_the_model_cannot_read_fails() -> None:
+    def talks(opened: Mapping[str, object]) -> None:
+        assert opened["roles"] == ["tool"]
+        raise InvalidInput("the chat template leaves out messages of role tool", field="data.chat_template")
+
+    section = {"kind": "tools", "tools": [{"kind": "calculator"}]}
+    assert_fails(opened(section, talks=talks), FAIL, "leaves out messages", "correct data.chat_template")
 
 
 def test_the_probe_of_the_sandbox_says_why_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +265,9 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
         "trainer": {},
         "num_steps": 1,
     }
-    _, model, found, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
+    _, model, found, first, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 rows, 16 held out in few")
+    assert first.result.endswith("tokens: '1+1='; trained on: '2<eos>'")
     assert steps.result == "1 step reads 8 rows, 0.5 epochs, if every one is used"
     checks = {one.check: one.result for one in host.examine_host(SftConfig.model_validate(tree), Addresses())}
     assert "sandbox" not in checks and "no lock file" not in checks["packages"]  # and there is no reward service

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -62,7 +63,7 @@ async def test_it_goes_on_with_the_rows_that_it_trained_on_only(open_again: Call
     run, rows = open_again(num_steps=7), dataset(1, 2, 3, 4)
     use_rows(run, rows)
     with pytest.raises(Unavailable):
-        await train(run, SftData(rows, {}), FakeTrainer())
+        await train(run, SftData(rows, {}, cast(Any, None)), FakeTrainer())
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
         use_rows(run, dataset(1, 2, 4, 3))
