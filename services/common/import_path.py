@@ -1,13 +1,14 @@
 """Imports functions of the user that a config names as `package.module:function`, and checks their arguments."""
 
 import functools
+import hashlib
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from services.common.errors import InvalidInput, LockstepError
@@ -52,6 +53,20 @@ def load_function(path: str, *, field: str) -> Callable[..., Any]:
     if not callable(function):
         raise InvalidInput(f"{field}: {path} is not a function", field=field)
     return function
+
+
+def source_digest(path: str) -> str:
+    """Returns 12 hex digits of the SHA-256 of the file that has the function `path`, which is not imported.
+
+    It is "" if this process does not find the file.
+    """
+    module_name, sources = path.partition(":")[0], [*sys.path, os.getcwd()]
+    for source in sources:
+        file = Path(source or os.getcwd(), *module_name.split("."))
+        for place in (file.with_suffix(".py"), file / "__init__.py"):
+            if place.is_file():
+                return hashlib.sha256(place.read_bytes()).hexdigest()[:12]
+    return ""
 
 
 def require_function(path: str, args: Sequence[str], kwargs: Mapping[str, object], *, field: str) -> None:

@@ -109,9 +109,10 @@ class DataConfig(FilesConfig):
     an environment. data.overlong says what happens to longer prompts. A run may resume with a higher limit, unless rows
     that were dropped would come back."""
     answer_column: str = "answer"
-    """Column with the reference answers: text, or integers, which scorers get as text. It may be missing, or empty in
-    some rows, if no scorer reads it: those of kind format, length and model never do, judge if its template has no
-    {answer}, code and answer unless they read another column, and the reward of an environment needs none."""
+    """Column with the reference answers, or a field of one, such as reward_model.ground_truth: text, or integers, which
+    scorers get as text. It may be missing, or empty in some rows, if no scorer reads it: those of kind format, length
+    and model never do, judge if its template has no {answer}, code and answer unless they read another column, and the
+    reward of an environment needs none."""
     extra_columns: tuple[str, ...] | None = None
     """Other columns to pass to the scorers; null passes all."""
     metrics_column: str | None = None

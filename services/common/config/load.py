@@ -295,6 +295,8 @@ def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
 
 
 def _suggest(model: type[BaseModel], path: str, value: object) -> str:
+    if "[" in path:
+        return f": {path.partition('[')[0]} is a list, which can only be set as a whole"
     meant = suggest([key.path for key in keys(model)], path, value)
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 

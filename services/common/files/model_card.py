@@ -57,7 +57,9 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     if "tokenizer.json" in names:
         names = [name for name in names if name not in _CONVERTED]
     if _REQUIRED not in names:
-        raise NotFound(f"model: {directory} has no {_REQUIRED}", field="model")
+        is_checkpoint = (directory / "manifest.json").is_file()
+        hint = ": it is a checkpoint, of which `lockstep export` makes a model" if is_checkpoint else ""
+        raise NotFound(f"model: {directory} has no {_REQUIRED}{hint}", field="model")
     for name in names:
         _refuse_outside(directory / name)
     card = ModelCard(files={name: read_regular(directory / name, field="model") for name in names})

@@ -16,7 +16,7 @@ from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
-from services.coordinator.data.reading.columns import is_answer, is_messages, is_prompt
+from services.coordinator.data.reading.columns import is_answer, is_messages, is_prompt, types_with_fields, value_of
 from services.coordinator.data.reading.hub import local_model
 from services.coordinator.data.reading.sources import Rows, files_of, read_rows
 from services.coordinator.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ from services.coordinator.text.tokenizer import Tokenizer
 Value = TypeVar("Value")
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
-_ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")
+_ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output", "reward_model.ground_truth")
 _POSITIONS = 4096
 """Number of positions to assume if a model's config.json does not say it."""
 
@@ -163,11 +163,12 @@ def _size_of(num_parameters: int) -> str:
 
 def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.DataType], bool], kinds: str) -> str:
     """Returns the first of `names` whose type fits, which the error describes as `kinds`."""
+    types = types_with_fields(rows.types)
     for name in names:
-        if name in rows.types and fits(rows.types[name]):
+        if name in types and fits(types[name]):
             return name
-    if present := [name for name in names if name in rows.types]:
-        message = f"--data: column {present[0]} is {rows.types[present[0]]}, not {kinds}: convert it"
+    if present := [name for name in names if name in types]:
+        message = f"--data: column {present[0]} is {types[present[0]]}, not {kinds}: convert it"
         raise InvalidInput(message, field="data")
     has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
     fix = "rename one" if what == "prompts" else "rename one, or write the config of a scorer that needs none yourself"
@@ -178,7 +179,7 @@ def _scorer(rows: Rows, prompt: str, answer: str) -> tuple[str, str]:
     """Returns the kind of scorer that prompts and answers are written for, and the column of tests if it reads another
     one."""
     read = [row for _, row in islice(rows, _NUM_READ)]
-    texts = [text for row in read if isinstance(text := row.get(answer), str) and text.strip()]
+    texts = [text for row in read if isinstance(text := value_of(row, answer), str) and text.strip()]
     for name in _TESTS:
         if name in rows.types and _most(_is_tests, [row.get(name) for row in read]):
             return "code", name

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -119,6 +120,8 @@ def _has_wandb_key() -> bool:
 
 def fix_of(why: str, of_missing_module: str, keys: str) -> str:
     """Returns the advice for user's code that cannot be used; `keys` are those that name it and its arguments."""
+    if re.search(r"No module named '[^']*\.py'", why):
+        return f"write MODULE:FUNCTION without .py in {keys.partition(' and ')[0]}, such as my_module:my_function"
     return of_missing_module if "No module named" in why else f"correct your code, or {keys}"
 
 

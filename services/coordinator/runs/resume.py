@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import cast
 
 from services.common.config.load import AnyConfig, is_override
+from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.common.files.storage import writing
+from services.common.import_path import source_digest
 from services.coordinator.data.reading.hub import hub_name
 from services.coordinator.runs.database import Database
 from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger
@@ -178,8 +180,10 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if not opened:
         _require_unused(config.run_dir)
     run_id = opened["run_id"] if opened else f"{config.name}-{uuid.uuid4().hex[:8]}"
+    functions = _versions_of_functions(config)
     if worked := ledger.opening_that_worked():
         _require_same(config, json.loads(worked["config"]), ledger)
+        _warn_of_other_functions(functions, worked.get("versions", {}))
     resume, step = checkpoint, None
     before = _same_resume(ledger, checkpoint) if checkpoint else _begun_elsewhere(ledger)
     if before:
@@ -197,9 +201,26 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
         resume=resume,
         resume_step=before["resume_step"] if before else step,
         has_gone_on=before is not None,
-        versions=installed(),
+        versions=installed() | functions,
     )
     return Start(run_id, ledger, checkpoint, critic, step)
+
+
+def _versions_of_functions(config: AnyConfig) -> dict[str, str]:
+    """Returns the versions of the user's loss and advantage, by their keys."""
+    paths = {"trainer.loss.import_path": config.trainer.loss.import_path}
+    if isinstance(config, Config):
+        paths["advantage.import_path"] = config.advantage.import_path
+    return {key: digest for key, path in paths.items() if path and (digest := source_digest(path))}
+
+
+def _warn_of_other_functions(now: Mapping[str, str], before: Mapping[str, str]) -> None:
+    for key in (key for key in now if before.get(key, now[key]) != now[key]):
+        log.warning(
+            "%s: its file was %s (SHA-256) in the last session and is %s now: the steps from here on are trained with "
+            "the new one",
+            *(key, before[key], now[key]),
+        )
 
 
 def _same_resume(ledger: Ledger, resume: str) -> Decision | None:

@@ -108,7 +108,8 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
         if self.config.messages_column:
             return self._checked("messages_column", columns.is_messages, "not a list of {role, content}")
         kind = self._checked("prompt_column", columns.is_prompt, "not text or a list of {role, content}")
-        self._checked("response_column", columns.is_text, "not text")
+        one = "put prompt and response into one column of messages, and name that in data.messages_column"
+        self._checked("response_column", columns.is_text, f"not text: if it has messages, {one}")
         return kind
 
     def _check_template(self) -> None:

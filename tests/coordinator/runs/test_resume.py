@@ -234,6 +234,30 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
         begin(tmp_path, rollout={"engine": {"dtype": "float16"}})
 
 
+def test_another_version_of_an_own_function_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    own = {"advantage": {"kind": "python", "import_path": "own_rules:advantages"}}
+    Path("own_rules.py").write_text("def advantages(samples, config): ...\n")
+    begin(tmp_path, **own)
+    publish(tmp_path)
+    begin(tmp_path, **own)
+    assert not caplog.messages
+    Path("own_rules.py").write_text("def advantages(samples, config): return 1\n")
+    begin(tmp_path, **own)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["advantage.import_path"]
+
+
+def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
+    begin(tmp_path)
+    checkpoint = str(save(tmp_path, 3))
+    for num_steps in (2, 3):
+        with raises(InvalidInput, field="num_steps"):
+            begin(tmp_path, resume=checkpoint, num_steps=num_steps, name="fork")
+    assert begin(tmp_path, resume=checkpoint, num_steps=4, name="fork").checkpoint == checkpoint
+
+
 def test_a_guard_may_change(tmp_path: Path):
     lagged = {"versions": 1, "min_ess": 0.2}
     begin(tmp_path, trainer={"lag": lagged, "loss": {"old_logprobs": "engine"}})

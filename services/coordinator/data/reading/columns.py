@@ -1,11 +1,11 @@
 """Checks the types of columns and converts their values, which are text or messages."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pyarrow as pa
 
-from services.coordinator.data.reading.record import BadRow, in_words
+from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message, read_arguments
 
 _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}
@@ -52,6 +52,20 @@ def is_json(kind: pa.DataType) -> bool:
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def types_with_fields(types: Mapping[str, pa.DataType]) -> dict[str, pa.DataType]:
+    """Returns the types of columns and, as COLUMN.FIELD, of the fields of those that are objects."""
+    objects = ((name, kind) for name, kind in types.items() if pa.types.is_struct(kind))
+    return {f"{name}.{field.name}": field.type for name, kind in objects for field in kind} | dict(types)
+
+
+def value_of(record: Record, name: str) -> Any:
+    """Returns the value of a column or, for COLUMN.FIELD, of a field of one; None if there is none."""
+    column, _, field = name.partition(".")
+    if name in record or not isinstance(parent := record.get(column), dict):
+        return record.get(name)
+    return cast(Record, parent).get(field)
 
 
 def require(value: object, name: str, kind: type | tuple[type, ...] = str) -> Any:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.data.reading.columns import is_messages
+from services.coordinator.data.reading.columns import is_messages, types_with_fields
 from services.coordinator.data.reading.record import MAX_DEPTH, BadRow, BadRows, Record, Unusable, depth_of
 from services.coordinator.data.reading.sources import files_of, read_rows, warn_of_shared_files
 from services.coordinator.text.chat_template import Message, TemplateRefusal
@@ -204,7 +204,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         return [{"role": "system", "content": system}, *messages]
 
     def _type(self, column: str, key: str) -> pa.DataType:
-        names = self._file.types
+        names = types_with_fields(self._file.types) if key == "data.answer_column" else self._file.types
         if column in names:
             return names[column]
         close = difflib.get_close_matches(column, names, n=1)
@@ -214,7 +214,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     def _require(self, is_right: bool, column: str, key: str, problem: str) -> None:
         if not is_right:
-            kind = self._file.types[column]
+            kind = types_with_fields(self._file.types)[column]
             raise InvalidInput(f"{key}: column {column} of {self.path} is {kind}, {problem}", field=key)
 
     def _check_template(self) -> None:

@@ -23,6 +23,8 @@ def read_table(path: Path, *, field: str) -> pa.Table:
     if path.is_dir():
         names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
         listed = f"; it holds {', '.join(names[:5])}" if names else " without any Parquet file"
+        if not names and any(path.glob("*.jsonl")):
+            listed = f": name its files, as {path}/*.jsonl"
         if any(path.rglob("*.arrow")):  # what Dataset.save_to_disk writes
             listed = ", and Arrow files are not read: write one Parquet file with Dataset.to_parquet(FILE)"
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)

@@ -10,7 +10,16 @@ import numpy as np
 import pyarrow as pa
 
 from services.common.config.data import DataConfig
-from services.coordinator.data.reading.columns import as_messages, is_answer, is_json, is_prompt, is_text, require
+from services.coordinator.data.reading.columns import (
+    as_messages,
+    is_answer,
+    is_json,
+    is_prompt,
+    is_text,
+    require,
+    types_with_fields,
+    value_of,
+)
 from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message
@@ -81,7 +90,8 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
             is_right = is_answer(self._type(answer, "data.answer_column"))
             self._require(is_right, answer, self.field, "not text or integers")
         # A column that is no answer, and need not be, is a column like any other.
-        self._answer = answer if self.needs_answer or (answer in types and is_answer(types[answer])) else None
+        found = types_with_fields(types).get(answer)
+        self._answer = answer if self.needs_answer or (found and is_answer(found)) else None
         self._extra = wanted
         for name in [name for name in types if name not in (prompt, self._answer)] if wanted is None else wanted:
             problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
@@ -99,7 +109,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
 
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
         names = self.config.prompt_column, self._answer
-        prompt, answer = (None if name is None else record.get(name) for name in names)
+        prompt, answer = (None if name is None else value_of(record, name) for name in names)
         if type(answer) is int:  # which True and False are not
             answer = str(answer)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
