@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Megatron, pipeline": {
         **_MEGATRON,
         "megatron": {"pipeline_model_parallel_size": 2},
-        "max_tokens_per_microbatch": 128,
+        "max_tokens_per_microbatch": 96,
     },
     "several mini-batches": {"num_minibatches": 2},
 }

@@ -100,7 +100,9 @@ def test_training_is_the_same_in_every_layout(results: Path, name: str) -> None:
         for metric in ("loss", "grad_norm"):
             assert mine[metric] == pytest.approx(theirs[metric], rel=TOLERANCE, abs=TOLERANCE), metric
     assert_same(part(results, f"{name}-before", "adapter"), part(results, f"{one}-before", "adapter"))
-    for which, tolerance in (("adapter", ADAPTER_TOLERANCE), ("merged", MERGED_TOLERANCE)):
+    # The gradient of a latent query passes through two more products, each with a rounding of its own.
+    adapter_tolerance = 2 * ADAPTER_TOLERANCE if name.startswith("deepseek_v3") else ADAPTER_TOLERANCE
+    for which, tolerance in (("adapter", adapter_tolerance), ("merged", MERGED_TOLERANCE)):
         assert_close(part(results, f"{name}-after", which), part(results, f"{one}-after", which), tolerance)
 
 
