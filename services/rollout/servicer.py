@@ -242,6 +242,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 if request.run_id != self._run.run_id:
                     return rollout_pb2.SleepResponse()
                 self._fence.take_over(request.run_id)
+                if self._engine and not self._needs.can_sleep:  # of a session with another placement
+                    await self._close()
+                    return rollout_pb2.SleepResponse()
             engine = self._open_engine()
             if not self._needs.can_sleep:
                 raise PreconditionFailed("the run was opened without can_sleep, so its engine cannot free its memory")

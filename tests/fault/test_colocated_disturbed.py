@@ -2,18 +2,28 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.lockstep_command import LockstepRun, assert_gone, make_workspace, numbers, replica_info, weights
+from tests.e2e.lockstep_command import (
+    LockstepRun,
+    assert_gone,
+    invoke,
+    make_workspace,
+    numbers,
+    replica_info,
+    require_legal,
+    weights,
+)
 
 NUM_STEPS = 4
 
 
-def workspace_of(directory: Path) -> Path:
+def workspace_of(directory: Path, **sections: str) -> Path:
     settings = {"num_steps": NUM_STEPS, "evaluation": {}, "checkpoint": {"save_freq": 2}}
-    return make_workspace(directory, placement="colocated", **settings)
+    return make_workspace(directory, placement="colocated", **settings, **sections)
 
 
 def trainers(run: LockstepRun) -> list[int]:
@@ -68,3 +78,16 @@ def test_a_run_resumes_by_itself_after_the_trainer_died_with_the_gpus(with_lost_
         assert "SERVICE_DIED" in run.log and "starting again and resuming" in run.log
     assert weights(workspace) == weights(with_lost_engine.workspace) != {}
     assert numbers(workspace) == numbers(with_lost_engine.workspace)
+
+
+def test_on_services_that_survive_a_run_resumes_with_another_placement(tmp_path: Path, lent: Sequence[str]):
+    workspace = workspace_of(tmp_path, model=str(tmp_path / "model"))
+    for version, placement in enumerate(("colocated", "disaggregated")):
+        with LockstepRun(workspace, f"placement={placement}", *lent) as run:
+            run.until(lambda version=version: run.has("collected", version), f"the batch of {version}")
+            run.process.kill()
+            run.process.wait()
+    done = invoke("run", "run.yaml", *lent, cwd=workspace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in numbers(workspace) if "reward/mean" in line] == list(range(1, NUM_STEPS + 1))
+    require_legal(workspace / "runs" / "run")

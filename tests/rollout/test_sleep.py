@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 from lockstep.rollout.v1 import rollout_pb2 as pb
+from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import InvalidInput, Overloaded, PreconditionFailed, Reason
@@ -153,6 +154,8 @@ async def test_a_sleep_with_samples_in_flight_is_refused(played: PlayedTrainer):
 async def test_only_a_run_that_was_opened_for_it_can_sleep(replicas: list[Replica], model: Callable[[str], Path]):
     await replicas[0].open(model("untied"), "awake")
     assert "can_sleep" in await refused(replicas[0].sleep(), Reason.WRONG_STATE)
+    await replicas[0].client.call(RolloutService.Sleep, pb.SleepRequest(run_id="awake"), timeout_s=PATIENCE_S)
+    assert (await replicas[0].info()).info.state == "idle"  # a session that takes turns needs its GPU
 
 
 async def test_parts_are_named(replicas: list[Replica]):

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -89,11 +89,20 @@ class FailureLog:
                 log.warning("%s: %d %s (%s): %s", what, number, failed, effect, cause)
 
 
+# Seconds that a run which was asked to stop waits for a service that it has lost.
+_STOPPING_S = 30.0
+
+
 class Reward:
     """Scores groups. Decodes tokens to the text that the scorers read; nothing else uses that text."""
 
     def __init__(
-        self, address: str, config: Config, transport: Transport = LOCAL, failure_log: FailureLog | None = None
+        self,
+        address: str,
+        config: Config,
+        transport: Transport = LOCAL,
+        failure_log: FailureLog | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ):
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts, self._renewal = config.reward, config.timeouts, Renewal()
@@ -102,6 +111,7 @@ class Reward:
         self.failures = Counter[str]()
         """Number of training groups with a failure, by scorer and reason."""
         self._failure_log = failure_log or FailureLog(config)
+        self._is_stopping = is_stopping
         self._opening = asyncio.Lock()
         self.address, self.run_id, self.num_opens = address, "", 0
         self.opened = pb.OpenRunResponse()
@@ -119,7 +129,9 @@ class Reward:
             run_id=run_id, config_json=self._config.model_dump_json(), environment_json=self._environment_json
         )
         self._renewal.begin(self._client, RewardService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
-        opened = await self._client.call_starting(RewardService.OpenRun, request, timeout_s=self._timeouts.open_s)
+        # A service that was stopped together with the run does not come back.
+        limit_s = min(_STOPPING_S, self._timeouts.open_s) if self._is_stopping() else self._timeouts.open_s
+        opened = await self._client.call_starting(RewardService.OpenRun, request, timeout_s=limit_s)
         self._require_same(opened.scorer, opened.environment)
         self.opened = opened
         self.num_opens += 1
@@ -236,9 +248,15 @@ def reason_name(failure: pb.Failure) -> str:
 class Rewards:
     """Sends each group to the reward service with the fewest groups in progress."""
 
-    def __init__(self, addresses: Sequence[str], config: Config, transport: Transport = LOCAL):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        config: Config,
+        transport: Transport = LOCAL,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ):
         self.failure_log = FailureLog(config)
-        self.services = [Reward(address, config, transport, self.failure_log) for address in addresses]
+        self.services = [Reward(at, config, transport, self.failure_log, is_stopping) for at in addresses]
         self.busy = Busy()
         self._in_progress = dict.fromkeys(self.services, 0)
 

@@ -137,7 +137,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         LockstepError: The error of the first service that failed to open.
     """
     config, transport, gpus = run.config, addresses.transport, gpus_of(run.config)
-    trainer, reward = Trainer(addresses.trainer, config, transport, gpus), Rewards(addresses.reward, config, transport)
+    trainer = Trainer(addresses.trainer, config, transport, gpus)
+    reward = Rewards(addresses.reward, config, transport, is_stopping=lambda: run.stopping)
     auxiliary = {name: Model(name, addresses.of(name), config, transport, gpus) for name in config.auxiliary_roles}
     rollout = Rollout(addresses.rollout, config, addresses.rollout_transport, gpus, addresses.started)
     run.reporters.tell(lambda reporter: reporter.watch(rollout))
@@ -148,6 +149,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
         if config.trainer.lag.versions and opened_version != run.first_version:
             await trainer.go_back(run.run_id, run.resume_from)
+        if not config.takes_turns:  # an earlier session may have
+            await trainer.acquire_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
         opens = [_open(run, trainer, model) for name, model in auxiliary.items() if name in config.models]
         if config.placement == "colocated":  # an engine counts the memory of its GPU when it starts
             await gather(opens)

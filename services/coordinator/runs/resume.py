@@ -51,6 +51,7 @@ _MAY_CHANGE |= {"checkpoint", "evaluation", "timeouts", "weights", "trace", "obs
 _MAY_CHANGE |= {f"rollout.{key}" for key in ("num_replicas", "discovery", "tensor_parallel_size")}
 _MAY_CHANGE |= {"rollout.max_samples", "rollout.torch_compile", "environment.max_concurrent"}
 _ENGINE = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "max_num_seqs", "max_num_batched_tokens")
+_ENGINE += ("enable_sleep_mode",)
 _MAY_CHANGE |= {f"rollout.engine.{key}" for key in _ENGINE}
 _MEMORY = ("num_ranks", "max_tokens_per_microbatch", "gradient_checkpointing", "collective_timeout_s", "fsdp")
 _MEGATRON = ("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size")

@@ -12,10 +12,11 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
-from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason
+from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.files.transfer import seal
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
+from services.coordinator.clients import reward as clients
 from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import Episode, SampledGroup
 from services.reward.scorers.text import ExactScorer
@@ -198,6 +199,18 @@ async def test_a_service_that_scores_nothing_ends_the_run():
         with pytest.raises(DeadlineExceeded):
             await reward.score(GROUP, TOKENIZER)
         await reward.close()
+
+
+async def test_a_run_that_stops_does_not_wait_long_for_a_service_that_has_stopped_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(clients, "_STOPPING_S", 0.2)
+    is_stopping, config = False, make_config(reward={"scorers": [EXACT]}, timeouts={"open_s": 600})
+    async with serving() as address:
+        reward = Reward(address, config, is_stopping=lambda: is_stopping)
+        await reward.open("run")
+    is_stopping = True
+    with raises(Unavailable, reason=Reason.UNREACHABLE):
+        await reward.score(GROUP, TOKENIZER)
+    await reward.close()
 
 
 async def test_a_scorer_gets_the_messages_of_the_row_unless_an_environment_begins_with_its_own():

@@ -66,6 +66,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         card = read_model_card(request.model_path)
         return trainer_pb2.OpenRunResponse(version=self.version, model_card=card, weight_backend="gloo")
 
+    async def AcquireMemory(self, request: Any, context: Any) -> trainer_pb2.AcquireMemoryResponse:
+        return trainer_pb2.AcquireMemoryResponse()
+
     async def CloseRun(self, request: trainer_pb2.CloseRunRequest, context: Any) -> trainer_pb2.CloseRunResponse:
         self.closed.append(request.run_id)
         return trainer_pb2.CloseRunResponse()
