@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # Long enough for a connection that was reset. Other replicas wait while a replica that is gone is retried.
 _MAX_RETRY_S = 2.0
+_STILL_THERE_S = 5.0
 # Number of attempts to put an engine to sleep while its last samples are ending: about half a minute.
 _MAX_SLEEP_RETRIES = 8
 # Errors that a retry cannot fix.
@@ -115,6 +116,15 @@ class Replica:
         except LockstepError as error:
             log.warning("replica %s does not answer: %s", self.address, error.message)
             return False
+
+    async def serves(self, stamp: PolicyStamp) -> bool:
+        """Returns whether the process that was opened last answers within seconds, and serves these weights."""
+        try:
+            timeout_s = min(_STILL_THERE_S, self._timeouts.info_s)
+            info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=timeout_s)
+        except LockstepError:
+            return False
+        return info.info.incarnation == self.incarnation and info.stamp == stamp
 
     async def _info(self, max_retry_s: float) -> pb.GetInfoResponse:
         timeout_s, request = self._timeouts.info_s, pb.GetInfoRequest()

@@ -89,7 +89,8 @@ class Rollout(ReplicaSet):
             expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
-        while (answered := await self._answers(request, cost, affinity or Affinity())) is None:
+        kept = set[Replica]()
+        while (answered := await self._answers(request, cost, affinity or Affinity(), kept)) is None:
             self.lengths.pop(prompt.prompt_id, None)  # it begins again
         address, answers = answered
         group = _group_of(index, prompt, len(seeds), answers)
@@ -101,15 +102,18 @@ class Rollout(ReplicaSet):
         return group
 
     async def _answers(
-        self, request: pb.GenerateRequest, cost: int, affinity: Affinity
+        self, request: pb.GenerateRequest, cost: int, affinity: Affinity, kept: set[Replica]
     ) -> tuple[str, list[pb.GenerateResponse]] | None:
-        """Returns the address of a replica and its answers; None if it was lost, or if none serves and one will."""
+        """Returns the address of a replica and its answers; None if it was lost, or if none serves and one will.
+
+        A replica that has only lost the connection goes on, and is added to `kept`; it is lost if it is there already.
+        """
         try:
             reserved = self._reserved(len(request.prompts[0].seeds), cost, affinity)
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
                 with self._dropping(replica):
-                    async with aclosing(replica.generate(request)) as groups:
-                        return replica.address, [require_sealed(request, group) async for group in groups]
+                    if answers := await _answers_of(replica, request, kept):
+                        return replica.address, answers
             self.num_redispatched += 1
         except Unavailable as error:
             await self._recover(error)
@@ -177,6 +181,21 @@ class Rollout(ReplicaSet):
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
+
+
+async def _answers_of(
+    replica: Replica, request: pb.GenerateRequest, kept: set[Replica]
+) -> list[pb.GenerateResponse] | None:
+    """Returns the answers of a replica; None if it serves the weights and only its connection was lost."""
+    try:
+        async with aclosing(replica.generate(request)) as groups:
+            return [require_sealed(request, group) async for group in groups]
+    except Unavailable as error:
+        if replica in kept or not await replica.serves(request.expected_stamp):
+            raise
+        kept.add(replica)
+        log.info("lost the connection to replica %s, which still serves: %s", replica.address, error.message)
+        return None
 
 
 def _group_of(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:
