@@ -28,6 +28,7 @@ from services.coordinator.observe.frontend import Outcome
 from services.coordinator.runs.checkpoints import best_if_stalled, comparable_evaluations, require_visible
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.resume import require_steps_after
 from services.coordinator.runs.run import Run
 from services.coordinator.text.cards import require_teacher
 
@@ -84,13 +85,20 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
 
     Due is what the record does not have of the last step: its evaluation, its checkpoint or its export. A run that
     goes back to a checkpoint is not finished.
+
+    Raises:
+        InvalidInput: It goes back to a checkpoint that has all its steps.
     """
     ledger, config = run.record.ledger, run.config
     version = ledger.last_finished() or 0
     stopping = config.evaluation.early_stopping
     is_early = stopping is not None and best_if_stalled(comparable_evaluations(ledger, version), stopping) is not None
     last = version if is_early else run.num_steps
-    if not 0 < last <= version or run.required_step is not None or _is_due(run, version, is_early=is_early):
+    if run.required_step is not None:
+        if run.num_steps:  # a supervised run may not know it yet
+            require_steps_after(run.required_step, run.num_steps)
+        return None
+    if not 0 < last <= version or _is_due(run, version, is_early=is_early):
         return None
     if is_early:
         say(f"{config.name} was ended by early stopping after step {version}; use another name")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
@@ -118,9 +119,12 @@ def open_run(config: AnyConfig) -> Start:
 
 
 def check_resume(config: AnyConfig) -> None:
-    """Raises like `open_run` if the run's directory or `config.resume` does not fit, and changes nothing."""
+    """Raises like `open_run`, and like `require_steps_after`, if the directory of a run that is to be trained or
+    `config.resume` does not fit; changes nothing."""
     checkpoint = _named_checkpoint(config)
     if not (config.run_dir / LEDGER).exists():
+        if checkpoint:
+            require_steps_after(step_of(checkpoint), config.num_steps or sys.maxsize)
         return
     with closing(LedgerReader(config.run_dir)) as ledger:
         if worked := ledger.opening_that_worked():
@@ -128,7 +132,7 @@ def check_resume(config: AnyConfig) -> None:
         if checkpoint and (before := _same_resume(ledger, checkpoint)):
             _newest_after(ledger, config, before)
         elif checkpoint:
-            _require_checkpoint(checkpoint, config)
+            require_steps_after(_require_checkpoint(checkpoint), config.num_steps or sys.maxsize)
 
 
 def _named_checkpoint(config: AnyConfig) -> str:
@@ -142,7 +146,7 @@ def _named_checkpoint(config: AnyConfig) -> str:
     if is_path(config.resume):
         checkpoint = str(Path(config.resume).absolute())
         if not exists:
-            _require_checkpoint(checkpoint, config)
+            _require_checkpoint(checkpoint)
         return checkpoint
     if not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
@@ -190,7 +194,7 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if before:
         resume, checkpoint = before["resume"], _newest_after(ledger, config, before)
     elif checkpoint:
-        step = _require_checkpoint(checkpoint, config)
+        step = _require_checkpoint(checkpoint)
     elif config.resume != "never":
         checkpoint = _newest(ledger, config)
     critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
@@ -247,7 +251,7 @@ def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
     """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
-    _require_checkpoint(before["resume"], config)
+    _require_checkpoint(before["resume"])
     return before["resume"]
 
 
@@ -273,26 +277,24 @@ def _critic_checkpoint(checkpoint: str) -> str:
     return str(critic)
 
 
-def _require_checkpoint(path: str, config: AnyConfig) -> int:
-    """Returns the number of policy updates in the checkpoint at `path`.
-
-    Raises:
-        NotFound: There is none.
-        DataLoss: Its manifest is damaged.
-        InvalidInput: The run has no step after it.
-    """
+def _require_checkpoint(path: str) -> int:
+    """Returns the number of policy updates in the checkpoint at `path`, or raises NotFound or DataLoss."""
     if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    step = step_of(path)
-    if config.num_steps is not None and config.num_steps <= step:
+    return step_of(path)
+
+
+def require_steps_after(step: int, num_steps: int) -> None:
+    """Raises InvalidInput if a run of `num_steps` that begins at the checkpoint of `step` would train nothing."""
+    if num_steps <= step:
         raise InvalidInput(
-            f"num_steps {config.num_steps} counts all steps, and {path} is of step {step}: raise it above {step}",
+            f"num_steps {num_steps} counts all steps, and the checkpoint in resume is of step {step}: raise it above "
+            f"{step}",
             field="num_steps",
         )
-    return step
 
 
 def step_of(checkpoint: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
+from services.coordinator.fleet.opening import outcome_if_finished
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, check_resume, open_run
 from services.coordinator.runs.run import Run
@@ -253,9 +254,12 @@ def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
     begin(tmp_path)
     checkpoint = str(save(tmp_path, 3))
     for num_steps in (2, 3):
+        config = make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=num_steps, name="fork")
         with raises(InvalidInput, field="num_steps"):
-            begin(tmp_path, resume=checkpoint, num_steps=num_steps, name="fork")
-    assert begin(tmp_path, resume=checkpoint, num_steps=4, name="fork").checkpoint == checkpoint
+            check_resume(config)
+        with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
+            outcome_if_finished(run, print)
+    check_resume(make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=4, name="fork"))
 
 
 def test_a_guard_may_change(tmp_path: Path):
