@@ -4,6 +4,7 @@ Tensors that a phase does not need are offloaded to host memory, and restored bi
 The loop over mini-batches, the losses and the on-policy contract are implemented elsewhere.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -192,6 +193,15 @@ class Backend(Protocol):
     def pads_rows(self) -> bool:
         """Whether each sample of a micro-batch is computed as long as the longest; then its padding counts."""
         return False
+
+    @contextlib.contextmanager
+    def keep_generators(self) -> Iterator[None]:
+        """Restores the random generators, which all roles share, after the `with` block, in which another is opened.
+
+        Otherwise a policy that draws dropout would go on otherwise than before its checkpoint was read.
+        """
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            yield
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         """Returns the model's outputs at each micro-batch's targets, float32 [K, N], without gradient.

@@ -16,13 +16,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from services.common.errors import InvalidInput, Reason
+from services.trainer.backend import Role
+from services.trainer.compat.megatron.state import rng_tracker
 from tests.support import make_model, raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, read, samples
 from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.lora_engine import PROMPTS
 from tests.trainer.lora_harness import ALPHA, LAYOUTS, LOADS, LONG, RANK
-from tests.trainer.megatron_harness import MegatronHarness
+from tests.trainer.megatron_harness import MegatronHarness, config
 from tests.trainer.megatron_layouts import Layout
 
 # Each is a float32 sum over some 100 tokens in another order, which is off by 2^-24 = 6e-8 of its largest term, and
@@ -314,6 +316,19 @@ def test_adapters_that_the_engine_would_not_add_to_latent_attention_are_refused(
     changes = {"lora": {"rank": RANK, "publish": "adapter"}, "strategy": strategy}
     with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="trainer.lora.publish"):
         rank.open(Layout("deepseek_v3", 1, {}, changes))
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_a_role_that_is_opened_later_changes_no_dropout_of_the_policy(rank: MegatronHarness, strategy: str) -> None:
+    layout = Layout("untied", 1, {}, {"lora": {"rank": RANK, "dropout": 0.5}, "strategy": "megatron"})
+    rank.open(layout)
+    torch.rand(7)  # as a checkpoint that was read, whose generators are not where they begin
+    with rng_tracker().fork():
+        torch.rand(7)
+    before = torch.get_rng_state(), rng_tracker().get_states()
+    rank.open_role(Role.REFERENCE, "untied", config(Layout("untied", 1, {}, {"strategy": strategy})))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(state, before[1][name]) for name, state in rng_tracker().get_states().items())
 
 
 @STRATEGIES

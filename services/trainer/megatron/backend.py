@@ -17,7 +17,7 @@ from services.common.weights.buckets import Item
 from services.trainer.adapters import without_adapters
 from services.trainer.backend import GRADS, OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Role, compute_dtype
 from services.trainer.checkpoint.ranks import gather_json, names_on_all_ranks, same_on_all_ranks
-from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
+from services.trainer.compat.megatron.state import NO_GROUPS, rng_tracker, set_groups
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicrobatchShard
@@ -94,6 +94,13 @@ class MegatronBackend(Backend):
             if config.uses_router_replay and self._map.model.num_experts:
                 self._model.enable_router_replay()
         self._offloader.release(*groups)
+
+    @contextlib.contextmanager
+    def keep_generators(self) -> Iterator[None]:
+        states = rng_tracker().get_states()
+        with super().keep_generators():
+            yield
+        rng_tracker().set_states(states)
 
     @property
     def data_rank(self) -> int:

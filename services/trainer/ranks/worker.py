@@ -90,18 +90,10 @@ class Worker(MemoryCommands):
         if not dist.is_initialized():
             self._start_process_group(timedelta(seconds=config.collective_timeout_s))
         reserve_workspaces(self._device)
-        torch.manual_seed(seed)
         self._configs[role] = config
-        with PROGRESS.stage(f"load the {role} model"):
-            backend = self._backends[role] = _make_backend(role, config, model_path, self._device)
-        if checkpoint_path:
-            try:
-                with PROGRESS.stage("read the checkpoint"):
-                    backend.load(Path(checkpoint_path) / "state")
-            except BaseException:
-                del backend
-                self._close_role(role)
-                raise
+        with self._backends[Role.POLICY].keep_generators() if Role.POLICY in self._backends else nullcontext():
+            torch.manual_seed(seed)
+            backend = self._load(role, model_path, checkpoint_path)
         return_free_memory(self._device)  # of loading; what a step takes first would stay in the middle of it
         frames = []
         if role is Role.POLICY:
@@ -111,6 +103,19 @@ class Worker(MemoryCommands):
             self._plan, self._base_sums = self._make_plan(bucket_bytes), None
             frames = [self._plan.message.SerializeToString()] if self._rank == 0 else []
         return Message({"data_rank": backend.data_rank, "pads_rows": backend.pads_rows}, frames)
+
+    def _load(self, role: Role, model_path: str, checkpoint_path: str) -> Backend:
+        with PROGRESS.stage(f"load the {role} model"):
+            backend = self._backends[role] = _make_backend(role, self._configs[role], model_path, self._device)
+        if checkpoint_path:
+            try:
+                with PROGRESS.stage("read the checkpoint"):
+                    backend.load(Path(checkpoint_path) / "state")
+            except BaseException:
+                del backend
+                self._close_role(role)
+                raise
+        return backend
 
     @rank_command
     def close(self) -> None:
