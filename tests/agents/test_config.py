@@ -56,6 +56,14 @@ RULES = {
         ["../x", "/workspace"],
         ["environment={kind: agent, command: [a], files: {'~/x': y}}"],
     ),
+    **{
+        f"collected files are below the workspace: {pattern}": (
+            [f"environment={{kind: agent, command: [a], collect: ['{pattern}']}}"],
+            ["collect", "relative to /workspace"],
+            ["environment={kind: agent, command: [a], collect: ['out/**', '**/*.txt', '*']}"],
+        )
+        for pattern in ("/workspace/*.txt", "../*", "", "a**/b")
+    },
     "columns of an agent are there": (
         ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[other]"],
         ["environment.columns", "level"],

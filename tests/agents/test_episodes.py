@@ -229,6 +229,16 @@ async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
         assert group is not None and group.scores[0].HasField("failure"), "an evaluation keeps it without a reward"
 
 
+async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: pytest.LogCaptureFixture):
+    async with staged(says, path=f"{AGENTS}:asks_for_what_is_refused", max_retries=0) as stage:
+        assert await stage.play("and goes on") is not None
+        assert stage.collector.take_metrics()["environment/refused_calls"] == 2
+        (line,) = [message for message in caplog.messages if "the endpoint refused 2 requests" in message]
+        assert "the last because: n: 2 is not supported" in line
+        with pytest.raises(EpisodeFailed, match="got 2 requests refused by the endpoint, because: n: 2"):
+            await stage.play("and gives up")
+
+
 async def test_an_episode_that_takes_too_long_fails_and_leaves_nothing():
     async with staged(says, path=f"{AGENTS}:sleeps", episode_s=1.0) as stage:
         with pytest.raises(EpisodeFailed, match="episode_s"):

@@ -137,7 +137,8 @@ def test_what_was_asked_is_recorded_once_with_its_answer_and_its_fate(played: Pa
         1,
     ]
     num_sent = sum(len(call["messages"]) for call in function["calls"])
-    assert [(call["after"], call["answered"]) for call in parallel["calls"]] == [(0, 0), (1, 2), (1, 1)]
+    assert [call["after"] for call in parallel["calls"]] == [0, 1, 1]
+    assert sorted(call["answered"] for call in parallel["calls"]) == [0, 1, 2]  # whichever of the two ends first
     assert len(function["texts"]) < num_sent + len(function["calls"]), "a message that is sent again is not kept again"
 
 

@@ -188,6 +188,15 @@ def silent(row: Json, seed: int, url: str, key: str) -> str:
     return "never asked"
 
 
+def asks_for_what_is_refused(row: Json, seed: int, url: str, key: str) -> str:
+    """Goes on after requests that no endpoint of a run answers, if the prompt says so."""
+    model = Model(url, key)
+    statuses = [model.post(body)[0] for body in (b"no JSON", {"messages": [user("x")], "n": 2})]
+    if row["prompt"] == "and goes on":
+        model.ask([user("x")])
+    return json.dumps(statuses)
+
+
 async def sleeps(row: Json, seed: int, url: str, key: str) -> str:
     import asyncio
 

@@ -287,8 +287,8 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     An episode that reaches this, max_tokens or max_segments is over: calls are refused, the agent has grace_s to end,
     and the reward is scored."""
     max_tokens: int = Field(default=65536, ge=1)
-    """Maximum number of sampled tokens in an episode. A call is also limited by rollout.sampling.max_tokens and
-    rollout.max_model_len."""
+    """Maximum number of sampled tokens in an episode. A call gets what is left when it begins, so calls at once may
+    exceed it together. It is also limited by rollout.sampling.max_tokens and rollout.max_model_len."""
     max_segments: int = Field(default=32, ge=1, le=10_000)
     """Maximum number of rows that an episode becomes. Each conversation that does not only continue an earlier one is a
     segment: a sub-agent, a compacted history, an edited answer, a parallel call."""
@@ -327,6 +327,10 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
         for path in self.files:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")
+        for pattern in self.collect:
+            parts = pattern.split("/")
+            if not pattern or "" in parts[:1] or any(part == ".." or ("**" in part and part != "**") for part in parts):
+                raise ValueError(f"collect: {pattern!r} must be a pattern relative to /workspace, such as out/**/*.txt")
 
 
 _LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig

@@ -26,7 +26,7 @@ from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, proble
 from services.coordinator.observe.reporters import make_metrics, open_otel
 from services.coordinator.observe.trackers import without_store
 from services.coordinator.planning.memory import rank_memory
-from services.coordinator.planning.plan import planned_model
+from services.coordinator.planning.plan import check_model, planned_model
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
@@ -198,6 +198,7 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
     try:
         if visible_gpus() or (memory := host_memory(meminfo)) is None:
             return
+        check_model(config)
         model = planned_model(config)
         peaks = [rank.peak for rank in rank_memory(config, model, is_gpu=False).values()]
     except LockstepError:  # reported by the checks of GPUs and of the model

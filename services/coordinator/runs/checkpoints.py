@@ -206,9 +206,11 @@ class Checkpoints:
             self._saving.result()
 
     def abandon(self) -> None:
-        """Cancels waiting for the save in progress; its checkpoint is not recorded."""
-        if self._saving is not None and not self._saving.cancel() and not self._saving.cancelled():
-            self._saving.exception()  # retrieved but not raised: the error that ended the run matters more
+        """Cancels waiting for the save in progress, whose checkpoint is not recorded. Logs why it failed, if it did."""
+        if self._saving is None or self._saving.cancel() or self._saving.cancelled():
+            return
+        if error := self._saving.exception():  # not raised: another error has ended the run, and may follow from it
+            log.warning("the last checkpoint was not saved: %s", error)
 
     def adopt(self, version: int, batch_id: str) -> None:
         """Records the policy's checkpoint of `version` if a coordinator ended while the trainer completed it.

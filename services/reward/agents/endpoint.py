@@ -65,7 +65,9 @@ class Line:
 
     def __init__(self, ask: Ask, key: str, max_model_len: int):
         self.key, self.max_model_len = key, max_model_len
-        self.num_retries = self._num_bytes = 0
+        self.num_retries = self.num_refused = self._num_bytes = 0
+        self.refusal = ""
+        """Why the last request that could not be read was refused."""
         self._ask, self._numbers = ask, itertools.count()
         self._waiting: dict[Key, asyncio.Future[CallAnswer]] = {}  # until an answer was written as a whole
         self._is_over = False
@@ -267,7 +269,11 @@ class Endpoint:
     async def _call(self, request: web.BaseRequest, dialect: Dialect, line: Line) -> web.StreamResponse:
         async with line.body(request) as body:
             read = partial(dialect.read, body, self._drop_tools)
-            asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
+            try:
+                asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
+            except Refusal as refusal:
+                line.num_refused, line.refusal = line.num_refused + 1, refusal.message
+                raise
             key = request.path, hashlib.sha256(body).hexdigest()
             answering = asyncio.create_task(line.answer(asked_for, key))
             if asked_for.streams:

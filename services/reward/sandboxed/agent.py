@@ -64,8 +64,8 @@ class _Child:
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.text, self.errors = bytearray(), bytearray()
         self._reading = [
-            asyncio.create_task(_read(self._process.stdout, self.text, is_tail=False)),
-            asyncio.create_task(_read(self._process.stderr, self.errors, is_tail=True)),
+            asyncio.create_task(_read(self._process.stdout, self.text, MAX_TEXT_BYTES)),
+            asyncio.create_task(_read(self._process.stderr, self.errors, _TAIL_BYTES)),
         ]
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
         self._reap()  # it may have ended already
@@ -117,16 +117,13 @@ async def _execute(command: list[str], job: Job, stopped: "asyncio.Task[None]") 
     return code, child.text.decode(errors="replace"), child.errors.decode(errors="replace")
 
 
-async def _read(pipe: Any, into: bytearray, *, is_tail: bool) -> None:
-    """Reads all of a pipe, and keeps its first bytes or, if `is_tail`, its last."""
+async def _read(pipe: Any, into: bytearray, num_kept: int) -> None:
+    """Reads all of a pipe, and keeps its last bytes."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     while data := await reader.read(_CHUNK):
-        if is_tail:
-            into += data
-            del into[:-_TAIL_BYTES]
-        else:
-            into += data[: MAX_TEXT_BYTES - len(into)]
+        into += data
+        del into[:-num_kept]
 
 
 async def _end_of_input() -> None:

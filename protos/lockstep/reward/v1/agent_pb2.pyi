@@ -68,7 +68,7 @@ class AgentCall(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_json: _Optional[str] = ..., body_sha256: _Optional[str] = ..., overridden: _Optional[_Iterable[str]] = ..., counts: bool = ...) -> None: ...
 
 class AgentEnd(_message.Message):
-    __slots__ = ("exit_code", "text", "files", "num_retries")
+    __slots__ = ("exit_code", "text", "files", "num_retries", "num_refused", "refusal")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -80,11 +80,15 @@ class AgentEnd(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     exit_code: int
     text: str
     files: _containers.ScalarMap[str, bytes]
     num_retries: int
-    def __init__(self, exit_code: _Optional[int] = ..., text: _Optional[str] = ..., files: _Optional[_Mapping[str, bytes]] = ..., num_retries: _Optional[int] = ...) -> None: ...
+    num_refused: int
+    refusal: str
+    def __init__(self, exit_code: _Optional[int] = ..., text: _Optional[str] = ..., files: _Optional[_Mapping[str, bytes]] = ..., num_retries: _Optional[int] = ..., num_refused: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class PlayResponse(_message.Message):
     __slots__ = ("call", "end", "failure")

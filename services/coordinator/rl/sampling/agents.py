@@ -6,6 +6,7 @@ which each sampled token is trained once.
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -31,7 +32,10 @@ from services.coordinator.rl.sampling.collect import Played, PlayedCollector, Pr
 from services.coordinator.text.threads import Call, Path, Renderer, Threads, close
 from services.coordinator.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 _STOP, _LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
+_MAX_REFUSALS = 10  # that a run warns of
 _TURN_LIMIT = FinishReason.FINISH_REASON_TURN_LIMIT
 
 
@@ -64,6 +68,7 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
+        self._refusals = set[str]()
 
     @property
     def has_experts(self) -> bool:
@@ -81,6 +86,10 @@ class AgentCollector(PlayedCollector):
             if not episode.has_ended_by(error):
                 raise
             end = AgentEnd(exit_code=1)
+        if end.refusal and end.refusal not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
+            self._refusals.add(end.refusal)
+            which, refused = f"prompt {prompt.prompt_id} sample {sample}", counted(end.num_refused, "request")
+            log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, end.refusal)
         return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
@@ -275,13 +284,15 @@ class AgentEpisode:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""
         paths = self.threads.paths()
         if not paths:
-            why = "never called the model, or only with requests that the endpoint refused as malformed or unsupported"
+            why = "never called the model"
+            if end.num_refused:
+                why = f"got {counted(end.num_refused, 'request')} refused by the endpoint, because: {end.refusal}"
             if self._num_refused:
                 refused = f"{counted(self._num_refused, 'call')} refused, because: {self._refusal}"
                 why = f"got no answer of the model ({refused})"
             detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-        self._model.count(retries=end.num_retries)
+        self._model.count(retries=end.num_retries, refused_calls=end.num_refused)
         reason = _LENGTH if self._is_cut else _STOP
         # An answer that was cut off stays the end if only further calls were refused.
         if self._limit is not None and (not self._is_cut or self._overlong == self._last):
