@@ -125,7 +125,8 @@ def check_url(url: str) -> str:
     """Returns a URL as it is. Raises ValueError if it is not one of HTTP, or has credentials in it."""
     parts = urlsplit(url)  # leaves out tabs and line breaks, so that another URL than this one would be checked
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
-        raise ValueError(f"url {url!r} must be http://HOST... or https://HOST...")
+        shown = url.partition("?")[0].rpartition("@")[2]  # without what may be a key
+        raise ValueError(f"url {shown!r} must be http://HOST... or https://HOST...")
     if "@" in parts.netloc or parts.fragment:
         raise ValueError(
             "url: must not contain credentials or a #fragment; a key belongs in a file that api_key_file names"

@@ -213,6 +213,9 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
     console.print(
         f"--- exit code {end.exit_code}; {counted(num_calls, 'call')} in {counted(len(paths), 'segment')}: {segments}"
     )
+    if end.num_refused:
+        refused = f"{counted(end.num_refused, 'request')} refused by the endpoint, the last because: {end.refusal}"
+        console.print(refused, soft_wrap=True)
     for path, content in sorted(end.files.items()):
         console.print(f"collected {path}, {counted(len(content), 'byte')}", soft_wrap=True)
     say(console, "final text", end.text)

@@ -284,7 +284,7 @@ def _starts(config: Config, addresses: Addresses) -> bool:
 
 def _read_runs(directory: Path, name: str | None = None) -> list[pb.Run]:
     """Reads all runs in `directory`, or only `name`, which is compared with existing names and never part of a path."""
-    entries = directory.iterdir() if directory.is_dir() else ()
+    entries = (path for path in directory.iterdir() if path.name != "lost+found") if directory.is_dir() else ()
     runs = (read_run(entry) for entry in entries if name is None or entry.name == name)
     return [run for run in runs if run is not None]
 

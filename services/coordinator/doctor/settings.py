@@ -78,16 +78,21 @@ def check_functions(functions: Mapping[str, Function]) -> Finding:
 
 def check_observability(settings: ObservabilityConfig) -> Iterator[Finding]:
     """Checks where metrics are served and spans are sent, without a listener or a call."""
-    fix = "correct it, or leave it out"
-    try:
-        if settings.metrics_address:
-            make_metrics(settings)
-            yield Finding("metrics", settings.metrics_address)
-        if otel := open_otel(settings):
-            otel.close()
-            yield Finding("spans", settings.otel_endpoint)
-    except InvalidInput as error:
-        yield Finding("observability", error.message, Verdict.FAIL, fix)
+    for check, value, opens in (
+        ("metrics", settings.metrics_address, make_metrics),
+        ("spans", settings.otel_endpoint, _try_otel),
+    ):
+        try:
+            if value:
+                opens(settings)
+                yield Finding(check, value)
+        except InvalidInput as error:
+            yield Finding(check, error.message, Verdict.FAIL, "correct it, or leave it out")
+
+
+def _try_otel(settings: ObservabilityConfig) -> None:
+    if otel := open_otel(settings):
+        otel.close()
 
 
 def check_tracker(tracker: TrackerConfig) -> Finding:
