@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.advantage import AdvantageConfig
@@ -15,6 +16,8 @@ from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.sampling import agents
+from services.reward.agents.dialect import Request
+from services.reward.agents.endpoint import Line
 from tests.agents.harness import Stage, staged, table_of, trained
 from tests.agents.in_process import TOKENIZER, Ask, Engine, Speaker, caught, play
 from tests.support import until
@@ -227,6 +230,21 @@ async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
         assert list(failed.values()) == [2.0], "played again once"
         group = await stage.play(keep_failed=True)
         assert group is not None and group.scores[0].HasField("failure"), "an evaluation keeps it without a reward"
+
+
+async def test_an_answer_that_is_delivered_late_ends_no_later_call():
+    asked: list[int] = []
+
+    async def ask(call: AgentCall) -> CallAnswer:
+        asked.append(call.number)
+        return CallAnswer(call=call.number)
+
+    line, request, key = Line(ask, "key", 64), Request({}), ("/v1/chat/completions", "body")
+    first, retried = await asyncio.gather(line.answer(request, key), line.answer(request, key))
+    line.delivered(key, first)
+    second = await line.answer(request, key)
+    line.delivered(key, retried)
+    assert await line.answer(request, key) is second and asked == [0, 1]
 
 
 async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: pytest.LogCaptureFixture):

@@ -134,7 +134,7 @@ def read_stop(said: JsonObject, key: str) -> list[str]:
 def read_list(value: object, where: str, least: int = 0) -> list[JsonObject]:
     """Returns a list of objects. Raises Refusal if it is none, or has less than `least`."""
     if not isinstance(value, list) or len(value) < least or not all(isinstance(one, dict) for one in value):
-        raise Refusal(f"{where}: must be a list of{' at least one of' * bool(least)} objects", param=where)
+        raise Refusal(f"{where}: must be a list of {'one or more ' * bool(least)}objects", param=where)
     return value
 
 

@@ -124,9 +124,11 @@ class Line:
             raise Refusal(answer.refusal, code=answer.refusal_code)
         return answer
 
-    def delivered(self, key: Key) -> None:
-        """Says that an answer to a request was fully written."""
-        self._waiting.pop(key, None)
+    def delivered(self, key: Key, answer: CallAnswer) -> None:
+        """Says that an answer to a request was fully written. A later call may have the same key by then."""
+        answering = self._waiting.get(key)
+        if answering and answering.done() and answering.result() is answer:
+            del self._waiting[key]
 
     def close(self) -> None:
         """Refuses all calls from now on."""
@@ -282,7 +284,8 @@ class Endpoint:
                 response = web.json_response(dialect.answer(await answering))
                 await response.prepare(request)
                 await response.write_eof()
-        line.delivered(key)
+        if not answering.exception():
+            line.delivered(key, answering.result())
         return response
 
     async def _stream(
