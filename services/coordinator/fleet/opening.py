@@ -99,6 +99,8 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
             require_steps_after(run.required_step, run.num_steps)
         return None
     if not 0 < last <= version or _is_due(run, version, is_early=is_early):
+        if 0 < run.num_steps < version:
+            log.warning("num_steps %d is less than the %d steps that the run has done", run.num_steps, version)
         return None
     if is_early:
         say(f"{config.name} was ended by early stopping after step {version}; use another name")

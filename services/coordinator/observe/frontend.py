@@ -82,10 +82,12 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, _stop_without_terminal, run)
+        loop.add_signal_handler(signal.SIGHUP, _stop_without_terminal, run, main)
 
 
-def _stop_without_terminal(run: Run[AnyConfig]) -> None:
+def _stop_without_terminal(run: Run[AnyConfig], main: asyncio.Task[object] | None) -> None:
+    if run.is_closed and main:  # the next session has another run
+        main.cancel()
     run.stopping = True
     for descriptor in filter(os.isatty, (0, 1, 2)):  # nobody reads it any more, and each write would fail
         with open(os.devnull, "r+b") as nowhere:
