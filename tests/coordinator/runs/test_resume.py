@@ -254,7 +254,7 @@ def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
     begin(tmp_path)
     checkpoint = str(save(tmp_path, 3))
     for num_steps in (2, 3):
-        config = make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=num_steps, name="fork")
+        config = make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=num_steps, name=f"fork-{num_steps}")
         with raises(InvalidInput, field="num_steps"):
             check_resume(config)
         with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
