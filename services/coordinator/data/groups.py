@@ -273,7 +273,7 @@ def to_table(groups: Sequence[ScoredGroup], *, mask_truncated: bool = False) -> 
         "tokens": [completion.tokens for completion in completions],
         "logprobs": [completion.logprobs for completion in completions],
         "reward": [score.reward for score in scores],
-        "components": [list(score.components.items()) for score in scores],
+        "components": [sorted(score.components.items()) for score in scores],
         "baseline": [group.baseline for group, _, _ in rows],
         "loss_mask": [row.loss_mask(mask_truncated=mask_truncated) for _, _, row in rows],
         "finish_reason": [FINISH_REASONS[completion.finish_reason] for completion in completions],

@@ -39,7 +39,7 @@ from services.coordinator.fleet.probes import (
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.sft import session as sft
-from services.coordinator.text.cards import require_teacher
+from services.coordinator.text.cards import require_same_tokens, require_teacher
 from services.coordinator.text.tokenizer import Tokenizer
 
 _MAX_CHARS = 400
@@ -142,8 +142,10 @@ def examine_inputs(
             return
     else:
         yield Finding("model", config.model)
-    if isinstance(config, Config) and config.teacher:
-        yield check_teacher(config)
+    if isinstance(config, Config):
+        yield from _check_tokens(config)
+        if config.teacher:
+            yield check_teacher(config)
     try:
         yield from _rows(config, addresses) if isinstance(config, SftConfig) else _prompts(config, addresses, loaded)
     except LockstepError as error:
@@ -152,6 +154,22 @@ def examine_inputs(
         if field == "model":
             fix = "set model to a directory that has the files of its tokenizer, tokenizer.json among them"
         yield Finding("data", error.message, Verdict.FAIL, fix)
+
+
+def _check_tokens(config: Config) -> Iterator[Finding]:
+    """Compares the tokens of a reference and a critic with models of their own, which are on this host."""
+    for name, section in config.role_sections.items():
+        if (
+            name == "teacher"
+            or not section.model
+            or not Path(section.model).is_dir()
+            or not Path(config.model).is_dir()
+        ):
+            continue
+        try:
+            require_same_tokens(read_model_card(config.model), read_model_card(section.model), name)
+        except LockstepError as error:
+            yield Finding(name, error.message, Verdict.FAIL, f"choose another {name}.model")
 
 
 def check_teacher(config: Config) -> Finding:

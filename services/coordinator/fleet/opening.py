@@ -30,7 +30,7 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import require_steps_after
 from services.coordinator.runs.run import Run
-from services.coordinator.text.cards import require_teacher
+from services.coordinator.text.cards import require_same_tokens, require_teacher
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +159,6 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         # A trainer that outlived its coordinator may be newer than the record, and the batches in flight are lost.
         if config.trainer.lag.versions and opened_version != run.first_version:
             await trainer.go_back(run.run_id, run.resume_from)
-        if not config.takes_turns:  # an earlier session may have
-            await trainer.acquire_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
         opens = [_open(run, trainer, model) for name, model in auxiliary.items() if name in config.models]
         if config.placement == "colocated":  # an engine counts the memory of its GPU when it starts
             await gather(opens)
@@ -168,6 +166,8 @@ async def open_services(run: Run, addresses: Addresses) -> AsyncIterator[Service
         if config.takes_turns:  # engines need the memory that models have while they are opened
             await trainer.release_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
         await gather([reward.open(run.run_id), rollout.open(run.run_id, trainer.opened.model_card), *opens])
+        if not config.takes_turns:  # an earlier session may have, whose engines have ended now
+            await trainer.acquire_memory(trainer_pb2.MODEL_PART_PARAMETERS, trainer_pb2.MODEL_PART_OPTIMIZER)
         if config.placement == "colocated":
             _require_pairs(trainer.opened.num_ranks, rollout)
         async with open_environments(reward, config, transport) as environments:
@@ -183,11 +183,13 @@ async def _open(run: Run, trainer: Trainer, model: Model) -> None:
     """Opens another model than the policy, which `trainer` has opened.
 
     Raises:
-        InvalidInput: It is a teacher that cannot score the policy's tokens.
+        InvalidInput: It has other tokens than the policy, or is a teacher that cannot score the policy's.
     """
     await model.open(run.run_id, run.resume_critic_from if model.name == "critic" else "")
-    if model.name == "teacher":
-        policy, config = trainer.opened.model_card, run.config
+    policy, config = trainer.opened.model_card, run.config
+    if model.name != "teacher":
+        require_same_tokens(policy, model.opened.model_card, model.name)
+    else:
         longest, top_k = config.rollout.max_model_len, config.trainer.loss.distill.used_top_k
         require_teacher(policy, model.opened.model_card, max_model_len=longest, top_k=top_k)
         model.list_tokens(top_k, vocab_size_of(policy.files["config.json"]))

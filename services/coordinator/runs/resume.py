@@ -126,7 +126,11 @@ def check_resume(config: AnyConfig) -> None:
         if checkpoint:
             require_steps_after(step_of(checkpoint), config.num_steps or sys.maxsize)
         return
-    with closing(LedgerReader(config.run_dir)) as ledger:
+    try:
+        reader = LedgerReader(config.run_dir)
+    except DataLoss:  # the run was killed before it was opened; of damage the run itself tells
+        return
+    with closing(reader) as ledger:
         if worked := ledger.opening_that_worked():
             _require_same(config, json.loads(worked["config"]), ledger)
         if checkpoint and (before := _same_resume(ledger, checkpoint)):

@@ -112,6 +112,26 @@ def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int
         )
 
 
+def require_same_tokens(policy: ModelCard, other: ModelCard, role: str) -> None:
+    """Checks that every token of the policy is the same to the reference or critic, if both have a tokenizer.json.
+
+    Raises:
+        InvalidInput: A token is another one, or none; names the first.
+    """
+    content, its_content = (card.files.get("tokenizer.json") for card in (policy, other))
+    if content is None or its_content is None or content == its_content:
+        return
+    texts, others = (_texts(tokenizers.Tokenizer.from_buffer(one)) for one in (content, its_content))
+    for number in sorted(texts):
+        if texts[number] != others.get(number):
+            seen = f"token {number} is {_shown(others.get(number))} to it and {_shown(texts[number])} to the policy"
+            raise InvalidInput(
+                f"{role}.model: {seen}, so it would read other text than the policy: choose a model with the policy's "
+                "tokenizer",
+                field=f"{role}.model",
+            )
+
+
 def _difference(policy: Mapping[str, bytes], teacher: Mapping[str, bytes]) -> str:
     """Returns how the tokenizers of two model cards differ; "" if they are equal."""
     own, other = (sorted(card.keys() & {*_OTHERS}) for card in (policy, teacher))
@@ -131,12 +151,16 @@ def _difference_of_json(policy: bytes, teacher: bytes) -> str:
         return ""
     # Read by the library, because its releases write the same tokenizer in several ways.
     own, other = (tokenizers.Tokenizer.from_buffer(content) for content in (policy, teacher))
-    texts, others = ({id_: text for text, id_ in one.get_vocab().items()} for one in (own, other))
+    texts, others = _texts(own), _texts(other)
     for number in sorted(texts.keys() | others.keys()):
         if texts.get(number) != others.get(number):
             return f"token {number} is {_shown(others.get(number))} to the teacher and {_shown(texts.get(number))} here"
     parts, its_parts = (_parts(one) for one in (own, other))
     return next((f"it has another {name}" for name in _PARTS if parts[name] != its_parts[name]), "")
+
+
+def _texts(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
+    return {number: text for text, number in tokenizer.get_vocab().items()}
 
 
 def _shown(text: str | None) -> str:

@@ -19,6 +19,7 @@ _WRAPPED = re.compile(r"""(\*{1,3}|_{1,3}|`{1,3}|")(?=\S)((?:(?!\1).)+)(?<=\S)\1
 _ARTICLE = re.compile(r"(?<![\w'])(?:a(?=\s+\w\w)|(?:an|the)(?=\s+[^\w\s]*\w))\s+(?!(?:a|an|the|and|or|nor|vs|is)\b)")
 _GROUP = re.compile(r"[(\[][^()\[\]]*[)\]]")
 _VARIABLE = r"(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
+_OPERAND = rf"\s?(?:\d|\(|{_VARIABLE}|\w+\()"
 
 
 def one_width(text: str) -> str:
@@ -83,14 +84,14 @@ _MEANINGFUL = (
     r"(?:(?<=^)|(?<=[\s(\[,;=<>$]))-(?=[\w.$(\u221a\u221e\u20ac\u00a3\u00a5])",  # -5, -x, -(x+1)
     r"(?<=[\d)])(?:\s?%|[!*'\"]+)",  # 50%, 5!, 5'
     rf"{_VARIABLE}(?:[-/*!^](?!\w\w)|[/*^](?=\d))|(?<=\d)[-/*](?={_VARIABLE})",  # x-1, n!, x/10, 5-x
-    r"(?<=[\w)]\))\s?[-*/^](?=\s?[\w(])",  # sin(x)/2
+    rf"(?<=[\w)]\))\s?[-*/^](?={_OPERAND})",  # sin(x)/2, sin(x)-cos(x)
     rf"(?:(?<=[\d)])|{_VARIABLE})\s?[-*/^](?=\s?\()",  # 2/(x+1)
     r"(?<=\w)[#*@&_\\](?![*_])|[&@](?=\s|$)|(?<=\w)[&@_](?=\w)",  # C#, A*, R & B, snake_case
 )
 _FORMULA = rf"[^()+*/^=<>-]*(?:[+*/^=<>]|-\s?(?:\d|{_VARIABLE}))"
 _APPLIED = (  # brackets that are part of a formula
     rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]"  # 2(3+4), f(2)
-    rf"|[^\W\d_]\((?:[^()]*\)\s?[-+*/^=<>]|{_FORMULA})"  # sin(x)+1, log(x+1)
+    rf"|[^\W\d_]\((?:[^()]*\)\s?(?:[+*^=<>]|[-/](?={_OPERAND}))|{_FORMULA})"  # sin(x)+1, log(x+1)
     rf"|\({_FORMULA}[^()]*\)\s?[-+*/^!=<>]|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
 )
 

@@ -1,6 +1,7 @@
 """Tests which models may be teachers: those whose tokens are the policy's."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
 from services.common.files.model_card import read_model_card
-from services.coordinator.text.cards import require_teacher
+from services.coordinator.text.cards import require_same_tokens, require_teacher
 from tests.support import ROOT, raises
 
 CARD = read_model_card(ROOT / "deploy" / "quickstart" / "model")
@@ -64,6 +65,19 @@ def test_another_tokenizer_is_refused_with_the_first_difference(case: str) -> No
     with raises(InvalidInput, field="teacher.model") as caught:
         require_teacher(CARD, changed("tokenizer.json", change), max_model_len=64)
     assert difference in caught.value.message
+
+
+def test_a_reference_may_have_more_tokens_but_no_others() -> None:
+    require_same_tokens(CARD, changed("tokenizer.json", add), "reference")
+    require_same_tokens(CARD, changed("tokenizer.json", lowercase), "reference")  # it gets tokens, and no text
+    require_same_tokens(CARD, without("tokenizer.json"), "reference")
+    for policy, other, said in (
+        (CARD, changed("tokenizer.json", rename), "'sum' to it and '7' to the policy"),
+        (changed("tokenizer.json", add), CARD, "token 16 is none to it and '<think>' to the policy"),
+    ):
+        with pytest.raises(InvalidInput, match=re.escape(said)) as caught:
+            require_same_tokens(policy, other, "critic")
+        assert caught.value.metadata["field"] == "critic.model"
 
 
 def test_models_without_tokenizer_json_are_compared_by_their_files() -> None:

@@ -31,6 +31,9 @@ SAME = [
     ("x = 1", "x=1"),
     ("20 \u00b0C", "20\u00b0C"),
     ("A", "A\u200b", "\ufeffA"),
+    ("Hello (world) - foo", "hello world foo"),
+    ("Apple (AAPL) - Tech", "Apple AAPL Tech"),
+    ("rock(s) - music", "rocks music"),
 ]
 DIFFERENT = """
 A | B | AB | The | The The | An | A, B | A and B | and B | A+ | A- | A* | Plan A | Plan | Vitamin C | Vitamin
