@@ -62,7 +62,7 @@ RULES = {
             ["collect", "relative to /workspace"],
             ["environment={kind: agent, command: [a], collect: ['out/**', '**/*.txt', '*']}"],
         )
-        for pattern in ("/workspace/*.txt", "../*", "", "a**/b")
+        for pattern in ("/workspace/*.txt", "../*", "", ".", "a**/b")
     },
     "columns of an agent are there": (
         ["environment={kind: agent, path: 'm:run', columns: [level]}", "data.extra_columns=[other]"],

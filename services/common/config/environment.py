@@ -328,8 +328,9 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")
         for pattern in self.collect:
-            parts = pattern.split("/")
-            if not pattern or "" in parts[:1] or any(part == ".." or ("**" in part and part != "**") for part in parts):
+            path = PurePosixPath(pattern)
+            is_odd = any(part == ".." or ("**" in part and part != "**") for part in path.parts)
+            if not path.parts or path.is_absolute() or is_odd:
                 raise ValueError(f"collect: {pattern!r} must be a pattern relative to /workspace, such as out/**/*.txt")
 
 

@@ -111,12 +111,27 @@ class Rollout(ReplicaSet):
         try:
             reserved = self._reserved(len(request.prompts[0].seeds), cost, affinity)
             async with self._gpus.held_by(Side.ENGINES), reserved as replica:
-                with self._dropping(replica):
-                    if answers := await _answers_of(replica, request, kept):
-                        return replica.address, answers
+                answers = await self._answers_of(replica, request, kept)
+            if answers is not None:
+                return replica.address, answers
             self.num_redispatched += 1
         except Unavailable as error:
             await self._recover(error)
+        return None
+
+    async def _answers_of(
+        self, replica: Replica, request: pb.GenerateRequest, kept: set[Replica]
+    ) -> list[pb.GenerateResponse] | None:
+        """Returns the answers of a replica; None if it was lost, or serves the weights and only lost the connection."""
+        with self._dropping(replica):
+            try:
+                async with aclosing(replica.generate(request)) as groups:
+                    return [require_sealed(request, group) async for group in groups]
+            except Unavailable as error:
+                if replica in kept or not await replica.serves(request.expected_stamp):
+                    raise
+                kept.add(replica)
+                log.info("lost the connection to replica %s, which still serves: %s", replica.address, error.message)
         return None
 
     async def _recover(self, error: Unavailable) -> None:
@@ -181,21 +196,6 @@ class Rollout(ReplicaSet):
             or replica.samples_in_flight + num_samples <= _IN_FLIGHT_FACTOR * replica.max_samples
         ]
         return min(with_room, key=lambda replica: replica.tokens_in_flight, default=None)
-
-
-async def _answers_of(
-    replica: Replica, request: pb.GenerateRequest, kept: set[Replica]
-) -> list[pb.GenerateResponse] | None:
-    """Returns the answers of a replica; None if it serves the weights and only its connection was lost."""
-    try:
-        async with aclosing(replica.generate(request)) as groups:
-            return [require_sealed(request, group) async for group in groups]
-    except Unavailable as error:
-        if replica in kept or not await replica.serves(request.expected_stamp):
-            raise
-        kept.add(replica)
-        log.info("lost the connection to replica %s, which still serves: %s", replica.address, error.message)
-        return None
 
 
 def _group_of(index: int, prompt: Prompt, num_samples: int, answers: Sequence[pb.GenerateResponse]) -> SampledGroup:

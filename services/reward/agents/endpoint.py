@@ -38,6 +38,7 @@ _KEEP_ALIVE_S = 10.0
 _CLOSE_S = 0.1  # that a request that was begun has to end; aiohttp takes 0 for no limit
 _NAME_LENGTH = 32  # of an episode, in its key
 _BEARER = re.compile("^bearer +", re.IGNORECASE)
+_MAX_SHOWN = 300  # characters of a refusal, for logs
 _MAX_SMALL_BYTES = 1 << 20  # of a body that is read on the event loop, where all episodes wait for it
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
@@ -274,7 +275,9 @@ class Endpoint:
             try:
                 asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
             except Refusal as refusal:
-                line.num_refused, line.refusal = line.num_refused + 1, refusal.message
+                # The agent has written a part of it, and it is for logs.
+                said = (c if c.isprintable() else " " for c in refusal.message[:_MAX_SHOWN])
+                line.num_refused, line.refusal = line.num_refused + 1, "".join(said)
                 raise
             key = request.path, hashlib.sha256(body).hexdigest()
             answering = asyncio.create_task(line.answer(asked_for, key))

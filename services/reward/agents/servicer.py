@@ -186,7 +186,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             error = failed
         else:
             end = pb.AgentEnd(exit_code=played.exit_code, files=played.files, num_retries=line.num_retries)
-            end.num_refused, end.refusal = line.num_refused, line.refusal.encode(errors="replace").decode()
+            end.num_refused, end.refusal = line.num_refused, line.refusal
             end.text = played.text.encode(errors="replace").decode()
             return pb.PlayResponse(end=end)
         log.warning("episode %s: %s%s", begin.episode_id, error, self._tracebacks.once(error.traceback))

@@ -193,6 +193,21 @@ async def test_a_dead_replicas_groups_go_to_another():
         assert mortal.answered
 
 
+class Mute(FakeReplica):
+    """Ends the stream of an answer before the group."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        for answer in ():
+            yield answer
+
+
+async def test_a_replica_that_answers_nothing_is_not_asked_again():
+    async with replicas(1, Mute) as fakes, serving(fakes) as rollout:
+        with pytest.raises(InternalError, match="incomplete group"):
+            await generate(rollout, 0)
+        assert rollout.num_redispatched == 0
+
+
 class Serves(FakeReplica):
     """Says which weights it serves."""
 

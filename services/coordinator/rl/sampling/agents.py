@@ -283,6 +283,7 @@ class AgentEpisode:
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""
         paths = self.threads.paths()
+        self._model.count(refused_calls=end.num_refused)
         if not paths:
             why = "never called the model"
             if end.num_refused:
@@ -292,7 +293,7 @@ class AgentEpisode:
                 why = f"got no answer of the model ({refused})"
             detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-        self._model.count(retries=end.num_retries, refused_calls=end.num_refused, nonzero_exits=end.exit_code != 0)
+        self._model.count(retries=end.num_retries, nonzero_exits=end.exit_code != 0)
         reason = _LENGTH if self._is_cut else _STOP
         # An answer that was cut off stays the end if only further calls were refused.
         if self._limit is not None and (not self._is_cut or self._overlong == self._last):
