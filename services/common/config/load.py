@@ -295,8 +295,10 @@ def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
 
 
 def _suggest(model: type[BaseModel], path: str, value: object) -> str:
-    if "[" in path:
-        return f": {path.partition('[')[0]} is a list, which can only be set as a whole"
+    if "[" in path:  # as the reference of keys names the kinds of a section or of the entries of a list
+        head, bare = path.partition("[")[0], re.sub(r"\[[^\]]*\]", "", path)
+        is_list = re.search(r"\[\d+\]", path) or head == "reward.scorers" or head.endswith("tools")
+        return f": {head} is a list, which can only be set as a whole" if is_list else f"; did you mean {bare}?"
     meant = suggest([key.path for key in keys(model)], path, value)
     return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
 

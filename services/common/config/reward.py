@@ -131,7 +131,10 @@ def check_url(url: str) -> str:
         raise ValueError(
             "url: must not contain credentials or a #fragment; a key belongs in a file that api_key_file names"
         )
-    _ = parts.port  # raises ValueError if it is not a valid port
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("url: its port is no number from 0 to 65535") from None  # it might be a key
     return url
 
 

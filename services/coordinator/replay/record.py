@@ -149,17 +149,16 @@ class Record:
     def _read_config(self) -> Config:
         if not self._opened:
             raise DataLoss(f"{self.run_dir}: the ledger is empty; the run was never opened")
-        text, path = self._opened[-1]["config"], self.run_dir / "config.json"
-        if "rollout" not in json.loads(text):
+        # A session that had nothing to do, or did not begin, has recorded its config and not written it.
+        text = (self._ledger.opening_that_began() or self._opened[0])["config"]
+        recorded, path = json.loads(text), self.run_dir / "config.json"
+        if "rollout" not in recorded:
             raise PreconditionFailed(f"{self.run_dir} is an SFT run, which keeps no samples to replay")
         try:
             now = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataLoss(f"{path} cannot be read: {error}") from error
-        # A session that had nothing to do, or did not begin, has recorded its config and not written it.
-        changes = [(opened["config"], list(differences(now, json.loads(opened["config"])))) for opened in self._opened]
-        text, changed = min(reversed(changes), key=lambda change: len(change[1]))
-        if changed:
+        if changed := list(differences(now, recorded)):
             raise PreconditionFailed(
                 f"{path} was changed since the run: {', '.join(changed)}; restore it to replay the run"
             )

@@ -75,6 +75,12 @@ class LedgerReader(Ledger):
         opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
         return self._decisions(Kind.OPENED, opened, Kind.FINISHED.value, step)[0]
 
+    def opening_that_began(self) -> Decision | None:
+        """Returns the opening of the last session that began, which wrote config.json; None if none did."""
+        sql = "SELECT MAX(seq) FROM decisions WHERE kind = ?"
+        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
+        return next(iter(self._decisions(Kind.OPENED, opened, Kind.BEGUN.value)), None)
+
     def first_opening(self) -> Decision:
         """Returns the opening of the session that published the run's first weights; there must be one."""
         sql = "SELECT MIN(seq) FROM decisions WHERE kind = ?"

@@ -52,7 +52,7 @@ def test_a_kind_may_be_used_twice_under_two_names():
         ([HTTP | {"url": "file:///etc/passwd"}], "must be http"),
         ([HTTP | {"url": "http://"}], "must be http"),
         ([HTTP | {"url": "http://host/ x"}], "must be http"),
-        ([HTTP | {"url": "http://host:99999/"}], "Port out of range"),
+        ([HTTP | {"url": "http://host:99999/"}], "its port is no number"),
         ([HTTP | {"url": "https://user:secret@host/"}], "must not contain credentials"),
         ([HTTP | {"api_key_file": "key"}], "unencrypted"),
         ([HTTP | {"api_key": "sk-1"}], "api_key"),
