@@ -113,17 +113,19 @@ def require_teacher(policy: ModelCard, teacher: ModelCard, *, max_model_len: int
 
 
 def require_same_tokens(policy: ModelCard, other: ModelCard, role: str) -> None:
-    """Checks that every token of the policy is the same to the reference or critic, if both have a tokenizer.json.
+    """Checks that the reference or critic has every token of the policy, if both have a tokenizer.json. One that was
+    added to the policy may be a row without a name.
 
     Raises:
-        InvalidInput: A token is another one, or none; names the first.
+        InvalidInput: A token is another one, or beyond its vocabulary; names the first.
     """
     content, its_content = (card.files.get("tokenizer.json") for card in (policy, other))
     if content is None or its_content is None or content == its_content:
         return
     texts, others = (_texts(tokenizers.Tokenizer.from_buffer(one)) for one in (content, its_content))
+    vocab_size = vocab_size_of(other.files["config.json"])
     for number in sorted(texts):
-        if texts[number] != others.get(number):
+        if texts[number] != others.get(number) and (number in others or number >= vocab_size):
             seen = f"token {number} is {_shown(others.get(number))} to it and {_shown(texts[number])} to the policy"
             raise InvalidInput(
                 f"{role}.model: {seen}, so it would read other text than the policy: choose a model with the policy's "

@@ -19,7 +19,7 @@ _WRAPPED = re.compile(r"""(\*{1,3}|_{1,3}|`{1,3}|")(?=\S)((?:(?!\1).)+)(?<=\S)\1
 _ARTICLE = re.compile(r"(?<![\w'])(?:a(?=\s+\w\w)|(?:an|the)(?=\s+[^\w\s]*\w))\s+(?!(?:a|an|the|and|or|nor|vs|is)\b)")
 _GROUP = re.compile(r"[(\[][^()\[\]]*[)\]]")
 _VARIABLE = r"(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
-_OPERAND = rf"\s?(?:\d|\(|{_VARIABLE}|\w+\()"
+_OPERAND = rf"\s?(?:\d|\(|{_VARIABLE}|\w+\((?!e?s\)))"  # and no plural: singer(s)
 
 
 def one_width(text: str) -> str:
@@ -92,7 +92,7 @@ _FORMULA = rf"[^()+*/^=<>-]*(?:[+*/^=<>]|-\s?(?:\d|{_VARIABLE}))"
 _APPLIED = (  # brackets that are part of a formula
     rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]"  # 2(3+4), f(2)
     rf"|[^\W\d_]\((?:[^()]*\)\s?(?:[+*^=<>]|[-/](?={_OPERAND}))|{_FORMULA})"  # sin(x)+1, log(x+1)
-    rf"|\({_FORMULA}[^()]*\)\s?[-+*/^!=<>]|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
+    rf"|\({_FORMULA}[^()]*\)\s?(?:[+*^!=<>]|[-/](?={_OPERAND}))|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
 )
 
 
