@@ -1,5 +1,6 @@
 """Imports functions of the user that a config names as `package.module:function`, and checks their arguments."""
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -64,7 +65,7 @@ def source_digest(path: str) -> str:
     for source in sources:
         file = Path(source or os.getcwd(), *module_name.split("."))
         for place in (file.with_suffix(".py"), file / "__init__.py"):
-            if place.is_file():
+            with contextlib.suppress(OSError):
                 return hashlib.sha256(place.read_bytes()).hexdigest()[:12]
     return ""
 

@@ -158,16 +158,11 @@ def examine_inputs(
 
 def _check_tokens(config: Config) -> Iterator[Finding]:
     """Compares the tokens of a reference and a critic with models of their own, which are on this host."""
-    for name, section in config.role_sections.items():
-        if (
-            name == "teacher"
-            or not section.model
-            or not Path(section.model).is_dir()
-            or not Path(config.model).is_dir()
-        ):
-            continue
+    models = {name: section.model for name, section in config.role_sections.items() if name != "teacher"}
+    here = {name: model for name, model in models.items() if model and Path(model).is_dir()}
+    for name, model in here.items() if Path(config.model).is_dir() else ():
         try:
-            require_same_tokens(read_model_card(config.model), read_model_card(section.model), name)
+            require_same_tokens(read_model_card(config.model), read_model_card(model), name)
         except LockstepError as error:
             yield Finding(name, error.message, Verdict.FAIL, f"choose another {name}.model")
 

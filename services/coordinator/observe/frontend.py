@@ -68,7 +68,7 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
     """Stops the run after its current step on the first Ctrl-C or SIGTERM, and immediately on the second.
 
     The end of the terminal (SIGHUP, which may come twice) stops it after its current step, unless it was started with
-    nohup. Ctrl-C stops immediately too while a run whose trainer died is opened again.
+    nohup. All stop immediately while a run whose trainer died is opened again.
     """
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -86,13 +86,15 @@ def stop_on_signal(run: Run[AnyConfig], console: Console) -> None:
 
 
 def _stop_without_terminal(run: Run[AnyConfig], main: asyncio.Task[object] | None) -> None:
+    when = "after this step"
     if run.is_closed and main:  # the next session has another run
         main.cancel()
+        when = "now"
     run.stopping = True
     for descriptor in filter(os.isatty, (0, 1, 2)):  # nobody reads it any more, and each write would fail
         with open(os.devnull, "r+b") as nowhere:
             os.dup2(nowhere.fileno(), descriptor)
-    logging.getLogger(__name__).info("the terminal has ended: stopping after this step")
+    logging.getLogger(__name__).info("the terminal has ended: stopping %s", when)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from services.coordinator.runs.resume import HISTORY
 from services.coordinator.verify.calls import CallChecks
 from services.coordinator.verify.history import History, ViolationError
 
-_NUM_SHOWN = 12
+_NUM_SHOWN, _MAX_ROUNDS = 12, 4
 _HIDDEN = ("config", "versions", "metrics")  # too long for a line
 
 
@@ -47,16 +47,17 @@ def verify(run_dir: Path) -> Verdict:
     """
     before = ""
     with closing(LedgerReader(run_dir)) as ledger:
-        while True:
+        for num_left in reversed(range(_MAX_ROUNDS)):
             # The run may go on meanwhile: the rows are read next, and have everything that is in these parts of files.
             written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
             rows = ledger.rows()
             if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
                 raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
             verdict = _verify(run_dir, rows, written)
-            if verdict.violation in ("", before) or ledger.num_rows() == len(rows):
+            if verdict.violation in ("", before) or ledger.num_rows() == len(rows) or not num_left:
                 return verdict
             before = verdict.violation  # the run may have deleted a checkpoint, whose row is among the new ones
+    raise AssertionError("unreachable")
 
 
 def _verify(run_dir: Path, rows: Sequence[LedgerRow], written: Sequence[tuple[Path, int]]) -> Verdict:

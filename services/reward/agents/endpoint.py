@@ -128,7 +128,8 @@ class Line:
     def delivered(self, key: Key, answer: CallAnswer) -> None:
         """Says that an answer to a request was fully written. A later call may have the same key by then."""
         answering = self._waiting.get(key)
-        if answering and answering.done() and answering.result() is answer:
+        has_answer = answering and answering.done() and not (answering.cancelled() or answering.exception())
+        if answering and has_answer and answering.result() is answer:
             del self._waiting[key]
 
     def close(self) -> None:

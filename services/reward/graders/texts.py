@@ -92,7 +92,7 @@ _FORMULA = rf"[^()+*/^=<>-]*(?:[+*/^=<>]|-\s?(?:\d|{_VARIABLE}))"
 _APPLIED = (  # brackets that are part of a formula
     rf"(?:\d\s?|{_VARIABLE})[(\[{{]|[)\]}}]\s?[\d(\[{{]"  # 2(3+4), f(2)
     rf"|[^\W\d_]\((?:[^()]*\)\s?(?:[+*^=<>]|[-/](?={_OPERAND}))|{_FORMULA})"  # sin(x)+1, log(x+1)
-    rf"|\({_FORMULA}[^()]*\)\s?(?:[+*^!=<>]|[-/](?={_OPERAND}))|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
+    rf"|\((?!\d+-\d+\)){_FORMULA}[^()]*\)\s?(?:[+*^!]|[-/](?={_OPERAND}))|[-+*/^]\s?\({_FORMULA}"  # (x+1)/2, 2/(x+1)
 )
 
 

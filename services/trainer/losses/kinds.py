@@ -238,7 +238,8 @@ def python(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, 
     if not _is_pair(result):
         raise InvalidInput(f"{_FIELD}: {config.import_path} must return the loss and a dict of metrics", field=_FIELD)
     losses_N, metrics = result
-    if torch.is_tensor(losses_N) and tokens.logprobs_N.requires_grad and not losses_N.requires_grad:
+    is_alone = not (config.kl_coef or config.entropy_coef or config.distill.coef)  # else it may be 0 on purpose
+    if is_alone and torch.is_tensor(losses_N) and tokens.logprobs_N.requires_grad and not losses_N.requires_grad:
         why = "returned a loss without gradient: compute it from tokens.logprobs_N or tokens.log_ratio_N"
         raise InvalidInput(f"{_FIELD}: {config.import_path} {why}", field=_FIELD)
     for name, values_N in {"loss": losses_N, **metrics}.items():

@@ -98,9 +98,11 @@ class MegatronBackend(Backend):
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
         states = rng_tracker().get_states()
-        with super().keep_generators():
-            yield
-        rng_tracker().set_states(states)
+        try:
+            with super().keep_generators():
+                yield
+        finally:
+            rng_tracker().set_states(states)
 
     @property
     def data_rank(self) -> int:

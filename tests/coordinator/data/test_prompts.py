@@ -136,14 +136,6 @@ class TestPrompts:
             ("a b", "2", {"note": "y"}),
         ]
 
-    def test_the_answer_may_be_a_field_of_a_column(self, load, write_parquet):
-        path = write_parquet(prompt=["a", "b"], reward_model=[{"style": "rule", "ground_truth": gold} for gold in "12"])
-        dataset = load(path, answer_column="reward_model.ground_truth")
-        assert [prompt.answer for prompt in dataset.prompts] == ["1", "2"]
-        assert dataset.prompts[0].extra == {"reward_model": {"style": "rule", "ground_truth": "1"}}
-        with pytest.raises(InvalidInput, match=r"has no column reward_model\.truth, .*did you mean reward_model"):
-            load(path, answer_column="reward_model.truth")
-
     def test_several_files_are_one(self, load, write_parquet):
         parts = [write_parquet(f"{name}.parquet", **columns(2)) for name in "ab"]
         dataset = load([str(part) for part in parts], prompts_per_step=4, shuffle=False)

@@ -7,7 +7,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from services.common.rpc.tls import Role
 from services.common.weights import trial
 from services.coordinator.cli.main import app, main
 from services.coordinator.clients import gpus as devices
-from services.coordinator.doctor import host, inputs, session
+from services.coordinator.doctor import host, session
 from services.coordinator.doctor import services as running
 from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
@@ -47,7 +46,7 @@ from services.coordinator.runs import ledger
 from services.reward.servicer import NAME, RewardServicer
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
-from tests.coordinator.fake_services import make_config, make_prompt
+from tests.coordinator.fake_services import make_config
 from tests.small_disk import small_disk
 from tests.support import PATIENCE_S, ROOT, free_port
 
@@ -198,15 +197,6 @@ def test_an_environment_is_opened_where_its_reward_service_will_run() -> None:
     (finding,) = examine_environment(config, Addresses(reward=("a:1",)))
     assert "where the reward services do" in finding.result
     assert not list(examine_environment(config_with(), Addresses()))
-
-
-def test_a_prompt_that_the_command_of_an_agent_cannot_have_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "check_agent", lambda environment: Finding("environment", "there"))
-    config = config_with(environment={"kind": "agent", "command": ["solve", "{prompt}"]})
-    user, system = ({"role": role, "content": "x"} for role in ("user", "system"))
-    for row_prompt, verdicts in (("x", [OK]), ([user], [OK]), ([system, user], [OK, FAIL])):
-        data: Any = SimpleNamespace(train=SimpleNamespace(prompts=[replace(make_prompt(0), row_prompt=row_prompt)]))
-        assert [one.verdict for one in examine_environment(config, Addresses(), data)] == verdicts
 
 
 def test_an_environment_whose_messages_the_model_cannot_read_fails() -> None:

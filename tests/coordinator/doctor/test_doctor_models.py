@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,10 +13,10 @@ from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.coordinator.doctor import inputs
 from services.coordinator.doctor.finding import Finding
-from services.coordinator.doctor.inputs import examine_inputs
+from services.coordinator.doctor.inputs import examine_environment, examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.doctor.findings import FAIL, OK, assert_fails, config_with
-from tests.coordinator.fake_services import make_config
+from tests.coordinator.fake_services import make_config, make_prompt
 
 
 @pytest.mark.parametrize("use_mbridge", [False, True])
@@ -87,3 +90,12 @@ def test_a_teacher_with_another_tokenizer_is_found(tmp_path: Path) -> None:
     content["normalizer"] = {"type": "Lowercase"}
     (directory / "tokenizer.json").write_text(json.dumps(content))
     assert_fails(found(), FAIL, "it has another normalizer", "choose another teacher.model")
+
+
+def test_a_prompt_that_the_command_of_an_agent_cannot_have_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "check_agent", lambda environment: Finding("environment", "there"))
+    config = config_with(environment={"kind": "agent", "command": ["solve", "{prompt}"]})
+    user, system = ({"role": role, "content": "x"} for role in ("user", "system"))
+    for row_prompt, verdicts in (("x", [OK]), ([user], [OK]), ([system, user], [OK, FAIL])):
+        data: Any = SimpleNamespace(train=SimpleNamespace(prompts=[replace(make_prompt(0), row_prompt=row_prompt)]))
+        assert [one.verdict for one in examine_environment(config, Addresses(), data)] == verdicts

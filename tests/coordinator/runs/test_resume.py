@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.coordinator.fleet.opening import outcome_if_finished
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, check_resume, open_run
 from services.coordinator.runs.run import Run
@@ -233,33 +232,6 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
     begin(tmp_path, trainer={"max_tokens_per_microbatch": 4096}, rollout={"engine": {"gpu_memory_utilization": 0.5}})
     with pytest.raises(PreconditionFailed, match=r"another rollout\.engine\.dtype "):
         begin(tmp_path, rollout={"engine": {"dtype": "float16"}})
-
-
-def test_another_version_of_an_own_function_is_named_in_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    own = {"advantage": {"kind": "python", "import_path": "own_rules:advantages"}}
-    Path("own_rules.py").write_text("def advantages(samples, config): ...\n")
-    begin(tmp_path, **own)
-    publish(tmp_path)
-    begin(tmp_path, **own)
-    assert not caplog.messages
-    Path("own_rules.py").write_text("def advantages(samples, config): return 1\n")
-    begin(tmp_path, **own)
-    assert [message.partition(":")[0] for message in caplog.messages] == ["advantage.import_path"]
-
-
-def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
-    begin(tmp_path)
-    checkpoint = str(save(tmp_path, 3))
-    for num_steps in (2, 3):
-        config = make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=num_steps, name=f"fork-{num_steps}")
-        with raises(InvalidInput, field="num_steps"):
-            check_resume(config)
-        with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
-            outcome_if_finished(run, print)
-    check_resume(make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=4, name="fork"))
 
 
 def test_a_guard_may_change(tmp_path: Path):

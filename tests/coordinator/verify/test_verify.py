@@ -18,8 +18,6 @@ from typer.testing import CliRunner
 from services.common.errors import DataLoss, NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.data.order import seed_of
-from services.coordinator.runs.ledger import Kind, Ledger
-from services.coordinator.runs.reader import LedgerReader, LedgerRow
 from services.coordinator.verify.samples import _scores_of
 from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import Deadline, Killed, deadline, killed, make_run, surviving_services
@@ -225,23 +223,6 @@ def test_a_file_that_was_replaced_as_the_last_session_was_killed_is_no_violation
     flip(run_dir / "batches" / "step-000001.parquet")
     flip(run_dir / "evaluations" / "test-step-000002.parquet")
     assert verify(run_dir).violation == ""
-
-
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_violation(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    read, manifest = LedgerReader.rows, saved(run_dir)
-
-    def read_before_it_is_deleted(ledger: LedgerReader) -> list[LedgerRow]:
-        rows = read(ledger)
-        if manifest.exists():
-            with closing(Ledger(run_dir / "ledger.sqlite")) as own:
-                (path,) = {row["path"] for row in own.all(Kind.SAVED) if Path(row["path"]).name == manifest.parent.name}
-                own.record(Kind.DELETED, path=path)
-            shutil.rmtree(manifest.parent)
-        return rows
-
-    monkeypatch.setattr(LedgerReader, "rows", read_before_it_is_deleted)
-    assert verify(run_dir).violation == ""
-    assert not manifest.exists()
 
 
 def flip(path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from lockstep.reward.v1 import environment_pb2 as pb
 from typer.testing import CliRunner
 
 from services.coordinator.cli.main import app
+from services.coordinator.runs.ledger import Kind, Ledger
+from services.coordinator.runs.reader import LedgerReader, LedgerRow
 from services.coordinator.verify.session import verify
 from tests.coordinator.fake_environment import FakeEnvironment
 from tests.coordinator.runs.killing import make_run, surviving_services
@@ -249,3 +252,20 @@ def test_the_command_shows_the_last_lines_up_to_the_violation(run_dir: Path) -> 
     history(run_dir).write_text(history(run_dir).read_text() + "{\n")
     write_damaged = CliRunner().invoke(app, ["verify", str(run_dir)])
     assert write_damaged.exit_code == 1
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_violation(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    read, manifest = LedgerReader.rows, run_dir / "checkpoints" / "step-000002" / "manifest.json"
+
+    def read_before_it_is_deleted(ledger: LedgerReader) -> list[LedgerRow]:
+        rows = read(ledger)
+        if manifest.exists():
+            with closing(Ledger(run_dir / "ledger.sqlite")) as own:
+                (path,) = {row["path"] for row in own.all(Kind.SAVED) if Path(row["path"]).name == manifest.parent.name}
+                own.record(Kind.DELETED, path=path)
+            shutil.rmtree(manifest.parent)
+        return rows
+
+    monkeypatch.setattr(LedgerReader, "rows", read_before_it_is_deleted)
+    assert verify(run_dir).violation == ""
+    assert not manifest.exists()

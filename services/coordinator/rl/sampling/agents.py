@@ -285,7 +285,7 @@ class AgentEpisode:
         paths = self.threads.paths()
         self._model.count(refused_calls=end.num_refused)
         if not paths:
-            why = "never called the model"
+            why = "never called the model, or only with requests that the endpoint refused"
             if end.num_refused:
                 why = f"got {counted(end.num_refused, 'request')} refused by the endpoint, because: {end.refusal}"
             if self._num_refused:
@@ -293,7 +293,7 @@ class AgentEpisode:
                 why = f"got no answer of the model ({refused})"
             detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
-        self._model.count(retries=end.num_retries, nonzero_exits=end.exit_code != 0)
+        self._model.count(retries=end.num_retries, nonzero_exits=bool(self._settings.command and end.exit_code))
         reason = _LENGTH if self._is_cut else _STOP
         # An answer that was cut off stays the end if only further calls were refused.
         if self._limit is not None and (not self._is_cut or self._overlong == self._last):

@@ -1,0 +1,41 @@
+"""Tests runs that resume with other functions of the user, or begin at a checkpoint of another run."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import InvalidInput
+from services.coordinator.fleet.opening import outcome_if_finished
+from services.coordinator.runs.resume import check_resume, open_run
+from services.coordinator.runs.run import Run
+from tests.coordinator.fake_services import make_config
+from tests.coordinator.runs.test_resume import begin, publish, save
+from tests.support import raises
+
+
+def test_another_version_of_an_own_function_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    own = {"advantage": {"kind": "python", "import_path": "own_rules:advantages"}}
+    Path("own_rules.py").write_text("def advantages(samples, config): ...\n")
+    begin(tmp_path, **own)
+    publish(tmp_path)
+    begin(tmp_path, **own)
+    assert not caplog.messages
+    Path("own_rules.py").write_text("def advantages(samples, config): return 1\n")
+    begin(tmp_path, **own)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["advantage.import_path"]
+
+
+def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
+    begin(tmp_path)
+    checkpoint = str(save(tmp_path, 3))
+    for num_steps in (2, 3):
+        config = make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=num_steps, name=f"fork-{num_steps}")
+        with raises(InvalidInput, field="num_steps"):
+            check_resume(config)
+        with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
+            outcome_if_finished(run, print)
+    check_resume(make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=4, name="fork"))
