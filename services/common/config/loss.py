@@ -158,7 +158,7 @@ class DistillConfig(Strict):
         return self.top_k if self.coef else 0
 
 
-# The kinds of loss that limit the ratio to the old policy; grpo and ppo do so below 0 only with clip_dual.
+# The kinds of loss that limit the ratio to the old policy; grpo and ppo with a negative advantage only by clip_dual.
 _TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
 
 # The kinds that read a key. Keys that are not listed are read by all kinds.

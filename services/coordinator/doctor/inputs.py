@@ -331,12 +331,13 @@ def check_environment(
                 fix = "a large corpus takes long; otherwise see the module's imports"
                 return Finding("environment", why, Verdict.WARN, fix)
             answers = [probe.play(call) for call in calls]
+    except LockstepError as error:
+        return _failed(environment, error.message)
+    try:
         if talks:
             talks(opened)
     except InvalidInput as error:
         return Finding("environment", error.message, Verdict.FAIL, f"correct {error.metadata.get('field')}")
-    except LockstepError as error:
-        return _failed(environment, error.message)
     if problem := _problem(environment, calls, answers):
         return problem
     names = [schema["function"]["name"] for schema in opened["tools"]]

@@ -60,7 +60,7 @@ async def test_a_class_says_which_roles_it_sends(service):
     opened = await service.open(**user("OnlyTools"))
     assert opened.roles == ["tool"]
     refused = await service.reset()  # it says something as the user
-    assert reason(refused) == "INVALID_REPLY" and "must be one of tool" in refused.failure.message
+    assert reason(refused) == "INVALID_REPLY" and "must be one of `roles`, tool" in refused.failure.message
 
 
 @pytest.mark.parametrize("name", ["Journal", "AsyncJournal"])
