@@ -1,5 +1,6 @@
 """Tests that a run goes on with the same numbers when replicas die while they generate or receive weights."""
 
+import json
 import os
 import re
 import signal
@@ -31,7 +32,15 @@ def kill_while_receiving(run: LockstepRun, victim: str, survivor: str, version: 
     os.kill(engine_of(service), signal.SIGSTOP)
     run.release()
     run.until(lambda: not replica_info(survivor).HasField("stamp"), "the survivor to receive")
+    run.until(lambda: version + 1 in sends(run), "the trainer to send")
     os.kill(service, signal.SIGKILL)
+
+
+def sends(run: LockstepRun) -> list[int]:
+    """Returns the versions that the trainer was asked to send."""
+    lines = [line for path in (run.directory / "history").iterdir() for line in path.read_text().splitlines()]
+    sent = [line for line in lines if '"call":"trainer.SendWeights"' in line and line.endswith("}")]
+    return [json.loads(line)["sent"]["version"] for line in sent]
 
 
 @pytest.fixture(scope="module")
