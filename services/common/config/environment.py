@@ -1,8 +1,9 @@
 """Defines the config of environments, which answer the policy in episodes of several turns."""
 
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, RootModel, field_validator
@@ -332,6 +333,15 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
             is_odd = any(part == ".." or ("**" in part and part != "**") for part in path.parts)
             if not path.parts or path.is_absolute() or is_odd:
                 raise ValueError(f"collect: {pattern!r} must be a pattern relative to /workspace, such as out/**/*.txt")
+
+
+def prompt_text(prompt: object) -> str | None:
+    """Returns what {prompt} of a command stands for, given a row's prompt; None if that is other than a text or one
+    message of a user."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = cast(Sequence[Mapping[str, str]], prompt)
+    return messages[0]["content"] if [message["role"] for message in messages] == ["user"] else None
 
 
 _LibraryConfig = TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig | OpenEnvEnvironmentConfig

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Sequence
 from enum import StrEnum
 from itertools import count
@@ -120,14 +121,13 @@ class Replica:
     async def serves(self, stamp: PolicyStamp) -> bool:
         """Returns whether the process that was opened last answers within seconds, and serves these weights."""
         try:
-            timeout_s = min(_STILL_THERE_S, self._timeouts.info_s)
-            info = await self._client.call(RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=timeout_s)
+            info = await self._info(longest_s=_STILL_THERE_S)
         except LockstepError:
             return False
         return info.info.incarnation == self.incarnation and info.stamp == stamp
 
-    async def _info(self, max_retry_s: float) -> pb.GetInfoResponse:
-        timeout_s, request = self._timeouts.info_s, pb.GetInfoRequest()
+    async def _info(self, max_retry_s: float = 0.0, longest_s: float = math.inf) -> pb.GetInfoResponse:
+        timeout_s, request = min(longest_s, self._timeouts.info_s), pb.GetInfoRequest()
         return await self._client.call(RolloutService.GetInfo, request, timeout_s=timeout_s, max_retry_s=max_retry_s)
 
     def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
 
 from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest
 
-from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig
+from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig, prompt_text
 from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -24,7 +23,6 @@ from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.order import environment_seed
-from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
@@ -249,7 +247,8 @@ def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset |
         return
     if config.environment.kind == "agent":
         yield check_agent(config.environment)
-        if data and not _fits_command(data.train.prompts[0], config.environment.command):
+        has_prompt = any("{prompt}" in word for word in config.environment.command)
+        if data and has_prompt and prompt_text(data.train.prompts[0].row_prompt) is None:
             why = "{prompt} in environment.command is a text or one message of a user, and the first row has others"
             fix = "leave {prompt} out, and let the program read the file that LOCKSTEP_ROW names"
             yield Finding("agent's prompt", why, Verdict.FAIL, fix)
@@ -261,13 +260,6 @@ def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset |
         # A turn that the environment may expect, and the shortest that a policy can write.
         calls = [begin, {"step": prompt.answer or ""}, begin, {"step": ""}]
     yield check_environment(config.environment, calls=calls, talks=talks)
-
-
-def _fits_command(prompt: Prompt, command: Sequence[str]) -> bool:
-    messages = prompt.row_prompt
-    if isinstance(messages, str) or not any("{prompt}" in word for word in command):
-        return True
-    return [message["role"] for message in cast(list[JsonObject], messages)] == ["user"]
 
 
 def _check_dialog(tokenizer: Tokenizer, config: Config, opened: Answer) -> None:

@@ -95,7 +95,7 @@ def outcome_if_finished(run: Run[AnyConfig], say: Callable[[str], None]) -> Outc
     is_early = stopping is not None and best_if_stalled(comparable_evaluations(ledger, version), stopping) is not None
     last = version if is_early else run.num_steps
     if run.required_step is not None:
-        if run.num_steps and not version:  # a supervised run may not know it yet
+        if not version:
             require_steps_after(run.required_step, run.num_steps)
         return None
     if not 0 < last <= version or _is_due(run, version, is_early=is_early):

@@ -187,10 +187,7 @@ class Ledger:
 
         No service had used the config of a later one.
         """
-        worked = "SELECT MAX(seq) FROM decisions WHERE kind IN (?2, ?3)"
-        sql = f"SELECT seq, version, body FROM decisions WHERE kind = ?1 AND seq < ({worked}) ORDER BY seq DESC LIMIT 1"
-        openings = self._decisions(Kind.OPENED, sql, Kind.PUBLISHED.value, Kind.FINISHED.value)
-        return next(iter(openings), None)
+        return self._opening_before("MAX(seq)", "kind IN (?2, ?3)", Kind.PUBLISHED.value, Kind.FINISHED.value)
 
     def num_rows(self) -> int:
         return self._db.execute("SELECT IFNULL(MAX(seq), 0) FROM decisions")[0][0]
@@ -250,6 +247,12 @@ class Ledger:
         return [
             {"version": version, **checked_row(self._path, seq, kind, version, body)} for seq, version, body in rows
         ]
+
+    def _opening_before(self, which: str, where: str, *values: object) -> Decision | None:
+        """Returns the newest opening before a decision: `which` of those `where` selects by `values`, from ?2 on."""
+        before = f"SELECT {which} FROM decisions WHERE {where}"
+        sql = f"SELECT seq, version, body FROM decisions WHERE kind = ?1 AND seq < ({before}) ORDER BY seq DESC LIMIT 1"
+        return next(iter(self._decisions(Kind.OPENED, sql, *values)), None)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

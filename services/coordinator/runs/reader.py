@@ -71,21 +71,19 @@ class LedgerReader(Ledger):
 
     def opening_of(self, step: int) -> Decision:
         """Returns the opening of the session that finished `step`, which must be finished."""
-        sql = "SELECT MAX(seq) FROM decisions WHERE kind = ? AND version = ?"
-        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
-        return self._decisions(Kind.OPENED, opened, Kind.FINISHED.value, step)[0]
+        opened = self._opening_before("MAX(seq)", "kind = ?2 AND version = ?3", Kind.FINISHED.value, step)
+        assert opened, "a session that has finished a step was opened"
+        return opened
 
     def opening_that_began(self) -> Decision | None:
         """Returns the opening of the last session that began, which wrote config.json; None if none did."""
-        sql = "SELECT MAX(seq) FROM decisions WHERE kind = ?"
-        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
-        return next(iter(self._decisions(Kind.OPENED, opened, Kind.BEGUN.value)), None)
+        return self._opening_before("MAX(seq)", "kind = ?2", Kind.BEGUN.value)
 
     def first_opening(self) -> Decision:
         """Returns the opening of the session that published the run's first weights; there must be one."""
-        sql = "SELECT MIN(seq) FROM decisions WHERE kind = ?"
-        opened = f"SELECT seq, version, body FROM decisions WHERE kind = ? AND seq < ({sql}) ORDER BY seq DESC LIMIT 1"
-        return self._decisions(Kind.OPENED, opened, Kind.PUBLISHED.value)[0]
+        opened = self._opening_before("MIN(seq)", "kind = ?2", Kind.PUBLISHED.value)
+        assert opened, "a session that has published weights was opened"
+        return opened
 
     def times(self) -> list[tuple[float, str]]:
         """Returns (seconds since 1970, kind) of each decision, oldest first. A kind may be one of a newer release."""

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
@@ -124,7 +123,7 @@ def check_resume(config: AnyConfig) -> None:
     checkpoint = _named_checkpoint(config)
     if not (config.run_dir / LEDGER).exists():
         if checkpoint:
-            require_steps_after(step_of(checkpoint), config.num_steps or sys.maxsize)
+            require_steps_after(step_of(checkpoint), config.num_steps)
         return
     try:
         reader = LedgerReader(config.run_dir)
@@ -291,9 +290,10 @@ def _require_checkpoint(path: str) -> int:
     return step_of(path)
 
 
-def require_steps_after(step: int, num_steps: int) -> None:
-    """Raises InvalidInput if a run of `num_steps` that begins at the checkpoint of `step` would train nothing."""
-    if num_steps <= step:
+def require_steps_after(step: int, num_steps: int | None) -> None:
+    """Raises InvalidInput if a run of `num_steps`, if these are known, that begins at the checkpoint of `step` would
+    train nothing."""
+    if num_steps and num_steps <= step:
         raise InvalidInput(
             f"num_steps {num_steps} counts all steps, and the checkpoint in resume is of step {step}: raise it above "
             f"{step}",

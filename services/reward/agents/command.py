@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from pathlib import Path
 from typing import Any
 
-from services.common.config.environment import AgentEnvironmentConfig
+from services.common.config.environment import AgentEnvironmentConfig, prompt_text
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
@@ -289,16 +289,17 @@ def _base_env(values: Mapping[str, str]) -> dict[str, str]:
 def _prompt_text(command: Sequence[str], row: Mapping[str, Any]) -> str:
     """Returns the row's prompt as {prompt} of a command. Raises EpisodeError if it is other than a user's message."""
     prompt = row.get("prompt", "")
-    if isinstance(prompt, str) or not any("{prompt}" in word for word in command):
+    if not any("{prompt}" in word for word in command):
         return str(prompt)
-    roles = [message["role"] for message in prompt]
-    if roles != ["user"]:
+    text = prompt_text(prompt)
+    if text is None:
+        roles = [message["role"] for message in prompt]
         detail = (
             f"environment.command has {{prompt}}, and the row's prompt is messages of {', '.join(roles)}, not text or "
             "one message of a user: leave {prompt} out, and let the program read the file that LOCKSTEP_ROW names"
         )
         raise EpisodeError(EnvironmentFailure.REFUSED, detail)
-    return prompt[0]["content"]
+    return text
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
