@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from functools import lru_cache
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -21,7 +22,7 @@ def read_run(directory: Path) -> pb.Run | None:
         run.state, run.error = pb.RUN_STATE_FAILED, "its directory can be read by another user only"
         return run
     try:
-        run.version = max((line.step for line in metrics_lines(directory / METRICS)), default=0)
+        run.version = _newest_step(directory / METRICS)
         with closing(LedgerReader(directory)) as ledger:
             opened, failure = ledger.last(Kind.OPENED), ledger.failure()
             is_early = ledger.last(Kind.STOPPED, run.version) is not None  # early stopping ended the session
@@ -35,6 +36,18 @@ def read_run(directory: Path) -> pb.Run | None:
     if failure:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{failure['reason']}: {failure['message']}"
     return run
+
+
+def _newest_step(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    written = path.stat()
+    return _read_newest_step(path, written.st_mtime_ns, written.st_size)
+
+
+@lru_cache(maxsize=4096)  # long files take seconds, and a list of runs reads all
+def _read_newest_step(path: Path, _mtime_ns: int, _num_bytes: int) -> int:
+    return max((line.step for line in metrics_lines(path)), default=0)
 
 
 def state_name(run: pb.Run) -> str:

@@ -1,6 +1,7 @@
 """Assigns prompts to batches, and seeds to samples: pure functions of (number of prompts, seed, step)."""
 
 import hashlib
+import math
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class EpochOrder:
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
+        # An epoch that begins with a batch does not depend on the one before it; this is every how many-th.
+        self._period = prompts_per_step // math.gcd(prompts_per_step, num_prompts)
         self._cache: dict[int, np.ndarray] = {}
 
     def indices(self, step: int) -> np.ndarray:
@@ -46,13 +49,14 @@ class EpochOrder:
         return np.concatenate([batch, self._order(epoch + 1)[:missing]]) if missing else batch.copy()
 
     def _order(self, epoch: int) -> np.ndarray:
-        """Returns the order of `epoch`, which depends on the previous epoch. Caches the last two orders."""
+        """Returns the order of `epoch`, which may depend on the previous epoch. Caches the last two orders."""
         if not self.shuffle:
             return np.arange(self.num_prompts)
-        start = max((known for known in self._cache if known <= epoch), default=-1)
-        for current in range(start + 1, epoch + 1):
+        free = epoch - epoch % self._period
+        known = max((known for known in self._cache if known <= epoch), default=-1)
+        for current in range(max(known + 1, free), epoch + 1):
             order = shuffled(self.num_prompts, self.seed, current)
-            if current:
+            if current % self._period:
                 self._avoid_repeats(self._cache[current - 1], order, current)
             previous = {known: old for known, old in self._cache.items() if known == current - 1}
             self._cache = previous | {current: order}
@@ -64,8 +68,6 @@ class EpochOrder:
         There are always enough others: head and tail together are one batch, which is no longer than an epoch.
         """
         num_tail = epoch * self.num_prompts % self.prompts_per_step
-        if num_tail == 0:
-            return
         num_head = self.prompts_per_step - num_tail
         taken = np.isin(order, before[-num_tail:])
         clash = np.flatnonzero(taken[:num_head])

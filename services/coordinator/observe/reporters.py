@@ -91,12 +91,15 @@ def _repaired(path: Path, ledger: Ledger) -> dict[tuple[int, bool], str]:
         for metrics in rows:
             place = metrics.pop("version"), bool(is_evaluation)
             line = written.get(place)
-            # Compares text, as numbers may be NaN.
-            if line and all(json.dumps(line.metrics.get(name)) == json.dumps(metrics[name]) for name in metrics):
+            if line and all(_is_same(line.metrics.get(name), value) for name, value in metrics.items()):
                 lines[place] = line.text
             else:
                 lines[place] = json.dumps({"step": place[0], **metrics})
     return lines
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one == other or (one != one and other != other)  # NaN
 
 
 class OpeningTimes(Reporter):

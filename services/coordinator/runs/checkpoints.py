@@ -63,18 +63,17 @@ def warn_of_other_versions(
 def change_since(samples: pa.Table, now: Versions) -> str:
     """Returns what changed since a batch was scored, by scorers or an environment that it has; "" if nothing did."""
     before = {what: old or now[what] for what, old in versions_of(samples).items()}
-    return _described(before, now)
+    return _change(before, now)
 
 
 def change_between(ledger: Ledger, first: int, last: int) -> str:
     """Returns what changed from the evaluation of version `first` to that of `last`; an empty text if nothing did."""
-    before, now = ledger.last(Kind.SCORED, first), ledger.last(Kind.SCORED, last)
+    return _change(ledger.last(Kind.SCORED, first), ledger.last(Kind.SCORED, last))
+
+
+def _change(before: Versions | None, now: Versions | None) -> str:
     if before is None or now is None:  # evaluations without scorers, as of SFT
         return ""
-    return _described(before, now)
-
-
-def _described(before: Versions, now: Versions) -> str:
     return ", ".join(f"{what} {old} became {new}" for what, old, new in _changes(before, now))
 
 
@@ -105,8 +104,9 @@ def comparable_evaluations(ledger: Ledger, last: int) -> list[Decision]:
     compared with it.
     """
     newest = {row["version"]: row for row in ledger.evaluations() if row["version"] <= last}
-    versions = sorted(newest)
-    return [newest[version] for version in versions if not change_between(ledger, version, versions[-1])]
+    scored, versions = {row["version"]: row for row in ledger.all(Kind.SCORED)}, sorted(newest)
+    now = scored.get(versions[-1]) if versions else None
+    return [newest[version] for version in versions if not _change(scored.get(version), now)]
 
 
 def require_metric(metrics: Mapping[str, float], config: BestConfig, field: str) -> None:

@@ -121,6 +121,9 @@ class Ledger:
         DataLoss: The file is damaged.
     """
 
+    _counts: tuple[int, Mapping[str, tuple[int, int]]] = 0, {}
+    """Samples that passed and all samples, by prompt id, of all steps before the one that comes first."""
+
     def __init__(self, path: Path):
         self._path = path
         self._in_transaction: list[tuple[int, Kind, int | None]] = []
@@ -179,8 +182,10 @@ class Ledger:
 
     def last(self, kind: Kind, version: int | None = None) -> Decision | None:
         """Returns the newest decision of a kind, optionally only of one version; None if there is none."""
-        sql = "SELECT seq, version, body FROM decisions WHERE kind = ?1 AND (?2 IS NULL OR version = ?2)"
-        return next(iter(self._decisions(kind, f"{sql} ORDER BY seq DESC LIMIT 1", version)), None)
+        # A condition that holds for every version would keep SQLite from using the index.
+        values, where = ((), "") if version is None else ((version,), "AND version = ?2")
+        sql = f"SELECT seq, version, body FROM decisions WHERE kind = ?1 {where} ORDER BY seq DESC LIMIT 1"
+        return next(iter(self._decisions(kind, sql, *values)), None)
 
     def opening_that_worked(self) -> Decision | None:
         """Returns the newest opening that published weights, or finished a step, before another one; None if none did.
@@ -217,9 +222,10 @@ class Ledger:
         """Returns the saves of a kind, oldest first, each with its `version`, whose `path` was not deleted since."""
         return self._decisions(
             kind,
-            "SELECT seq, version, body FROM decisions AS saved WHERE kind = ? AND NOT EXISTS ("
-            "SELECT 1 FROM decisions AS deleted WHERE kind = ? AND deleted.seq > saved.seq "
-            "AND json_extract(deleted.body, '$.path') = json_extract(saved.body, '$.path')) ORDER BY seq",
+            "WITH deleted AS (SELECT json_extract(body, '$.path') AS path, MAX(seq) AS last_seq FROM decisions "
+            "WHERE kind = ?2 GROUP BY path) SELECT seq, version, body FROM decisions "
+            "LEFT JOIN deleted ON deleted.path = json_extract(body, '$.path') "
+            "WHERE kind = ?1 AND seq > IFNULL(last_seq, 0) ORDER BY seq",
             Kind.DELETED.value,
         )
 
@@ -297,6 +303,8 @@ class Ledger:
 
     def keep_outcomes(self, step: int, outcomes: Mapping[str, tuple[int, int]]) -> None:
         """Stores (samples, samples that passed) by prompt id and replaces what `step` had before a restart."""
+        if step < self._counts[0]:
+            self._counts = 0, {}
         self._db.execute("DELETE FROM outcomes WHERE step = ?", (step,))
         rows = [(step, prompt_id, *counts) for prompt_id, counts in outcomes.items()]
         self._db.executemany("INSERT INTO outcomes VALUES (?, ?, ?, ?)", rows)
@@ -306,12 +314,20 @@ class Ledger:
 
         Outcomes recorded for `step` or later, before a restart, do not count, so a resumed run gets the same rates.
         """
+        kept = self._counts if self._counts[0] <= step else (0, {})
+        first, before = kept if window is None else (step - window, {})
         rows = self._db.execute(
             "SELECT prompt_id, SUM(num_passed), SUM(num_samples) FROM outcomes WHERE step < ?1 AND step >= ?2 "
             "GROUP BY prompt_id",
-            (step, 0 if window is None else step - window),
+            (step, first),
         )
-        return {prompt_id: num_passed / num_samples for prompt_id, num_passed, num_samples in rows}
+        counts = dict(before)
+        for prompt_id, num_passed, num_samples in rows:
+            passed_before, samples_before = counts.get(prompt_id, (0, 0))
+            counts[prompt_id] = passed_before + num_passed, samples_before + num_samples
+        if window is None:
+            self._counts = step, counts
+        return {prompt_id: num_passed / num_samples for prompt_id, (num_passed, num_samples) in counts.items()}
 
     def close(self) -> None:
         self._db.close()

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 # A run that failed does not wait longer for another process to let go of its ledger.
 _FAILURE_PATIENCE_S = 10.0
+_NO_LEARNING_RATE = "warning/learning_rate_is_0"
 
 ConfigT = TypeVar("ConfigT", bound=AnyConfig, covariant=True, default=Config)
 
@@ -142,8 +143,8 @@ class Run(Generic[ConfigT]):
 
     def checkpoint_due(self, version: int) -> bool:
         """Returns whether `version`, if it is a finished step of this run, must be saved."""
-        is_finished = self.record.ledger.last(Kind.FINISHED, version) is not None
-        return is_finished and _due(version, self.config.checkpoint.save_freq, self.num_steps)
+        is_due = _due(version, self.config.checkpoint.save_freq, self.num_steps)
+        return is_due and self.record.ledger.last(Kind.FINISHED, version) is not None
 
     def adopt_checkpoint(self, trainer_version: int) -> None:
         """Records the newest due checkpoint before the trainer's version, if only its record is missing."""
@@ -205,10 +206,22 @@ class Run(Generic[ConfigT]):
 
         The record comes last: a resumed run removes the lines of a step that is not in it, and finishes it again.
         """
+        if metrics.get("train/lr") == 0:
+            metrics = metrics | self._warn_of_learning_rate(version)
         self.reporters.tell(lambda reporter: reporter.step(version, metrics))
         self.record.record_step(version, metrics)
         self.version = version
         self.clock.restart()
+
+    def _warn_of_learning_rate(self, version: int) -> dict[str, float]:
+        before = self.record.ledger.last(Kind.FINISHED, self.version) or {}
+        if _NO_LEARNING_RATE not in before:
+            log.warning(
+                "step %d: the learning rate is 0 from here on, so nothing is learned: after trainer.optim.decay_steps "
+                "optimizer updates it is lr * min_lr_ratio",
+                version,
+            )
+        return {_NO_LEARNING_RATE: 1.0}
 
     def record_failure(self, error: Exception) -> None:
         """Records the error that ends this session. If the ledger does not take it soon, only the log has it."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,13 @@ class _Session:
     """Whether the weight group was formed again since the last publication."""
 
 
+def _read_manifest(checkpoint: Path) -> bytes:
+    """Returns the manifest of a checkpoint; empty if there is none."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return (checkpoint / "manifest.json").read_bytes()
+    return b""
+
+
 class History:
     """What may come next after the rows that were given to `follow`."""
 
@@ -42,6 +50,9 @@ class History:
         self._run_dir = run_dir
         self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
         self._unrecorded = _being_written(rows)
+        # A run that goes on deletes checkpoints, so the manifests are read before all that takes long.
+        saves = (row for row in rows if row.kind in (Kind.SAVED, Kind.SAVED_CRITIC) and self._is_kept(row))
+        self._manifests = {row.seq: _read_manifest(self._there(row.body["path"])) for row in saves}
         self._run_id, self._num_rows = "", 0
         self._session = _Session({}, "")
         self._finished = 0  # the newest finished step of the current history
@@ -218,14 +229,18 @@ class History:
         require(version in self._ever_finished, f"{checkpoint} before that step was finished")
         require(version <= self._finished, f"{checkpoint} after step {self._finished}")
         self._saved[path] = version
-        is_gone = self._newest.get((Kind.DELETED, None, path), 0) > row.seq
-        if not is_gone and self._newest[row.kind, version, path] == row.seq:
-            self._check_checkpoint(row)
+        if row.seq in self._manifests:
+            self._check_checkpoint(row, self._manifests[row.seq])
 
-    def _check_checkpoint(self, row: LedgerRow) -> None:
+    def _is_kept(self, saved: LedgerRow) -> bool:
+        """Returns whether a checkpoint was neither deleted nor saved again since."""
+        path = saved.body["path"]
+        is_gone = self._newest.get((Kind.DELETED, None, path), 0) > saved.seq
+        return not is_gone and self._newest[saved.kind, saved.version, path] == saved.seq
+
+    def _check_checkpoint(self, row: LedgerRow, content: bytes) -> None:
         manifest = self._there(row.body["path"]) / "manifest.json"
-        require(manifest.is_file(), f"{manifest} of a recorded checkpoint is missing")
-        content = manifest.read_bytes()
+        require(bool(content), f"{manifest} of a recorded checkpoint is missing")
         digest = hashlib.sha256(content).hexdigest()
         is_same = digest == row.body["manifest_digest"]
         require(is_same, f"{manifest} is not the file that was saved: its SHA-256 is {digest}")

@@ -88,22 +88,26 @@ class SampleChecks:
         """Compares the prompts with the order in which the step must try them. A curriculum reorders them."""
         if "num_prompts" not in body or config["selection"]["curriculum"]["enabled"]:
             return
-        places = self._places(body["num_prompts"], step, config)
+        num_prompts, last = body["num_prompts"], max((row["group"] for row in rows), default=0)
+        places = self._places(num_prompts, last + 1, step, config)
         for number, row in enumerate(rows):
-            if not 0 <= row["group"] < len(places):
-                yield f"{_who(row, number, path)} is in group {row['group']} of {len(places)} prompts"
+            if not 0 <= row["group"] < num_prompts:
+                yield f"{_who(row, number, path)} is in group {row['group']} of {num_prompts} prompts"
                 continue
             place, prompt = int(places[row["group"]]), row["prompt_id"]
             before = self._prompts.setdefault(place, prompt)
             if before != prompt:
                 yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
 
-    def _places(self, num_prompts: int, step: int, config: JsonMapping) -> list[int]:
-        """Returns the places in the data of the prompts that `step` tries: see data/prompts.py: plain_order."""
+    def _places(self, num_prompts: int, num_tried: int, step: int, config: JsonMapping) -> list[int]:
+        """Returns the places in the data of the first prompts that `step` tries, of at least `num_tried` if there are
+        as many: see data/prompts.py: plain_order."""
         data, seed = config["data"], config["seed"]
         if self._order is None:
             self._order = EpochOrder(num_prompts, data["prompts_per_step"], seed=seed, shuffle=data["shuffle"])
         batch = self._order.indices(step).tolist()
+        if num_tried <= len(batch):
+            return batch
         # The selection fills up dropped groups from the rest of the data, in an order of the step's own.
         taken = set(batch)
         rest = [place for place in shuffled(num_prompts, seed, step, REFILLS).tolist() if place not in taken]

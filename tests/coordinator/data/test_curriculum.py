@@ -78,6 +78,10 @@ def test_success_rates_are_of_the_steps_before(tmp_path: Path):
     assert ledger.success_rates(1, None) == {"a": 0.25, "b": 1.0}
     assert ledger.success_rates(3, None) == {"a": 1 / 6, "b": 0.5, "c": 0.5}
     assert ledger.success_rates(3, 2) == {"a": 0.0, "b": 0.0, "c": 0.5}
+    assert ledger.success_rates(1, None) == {"a": 0.25, "b": 1.0}
+    ledger.keep_outcomes(0, {"b": (2, 1)})
+    assert ledger.success_rates(2, None) == {"a": 0.0, "b": 0.5}
+    ledger.keep_outcomes(0, {"a": (4, 1), "b": (4, 4)})
     with pytest.raises(ZeroDivisionError), ledger.transaction():
         ledger.keep_outcomes(2, {"c": (1, 1)})
         raise ZeroDivisionError

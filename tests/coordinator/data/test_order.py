@@ -82,6 +82,14 @@ def test_a_step_after_thousands_of_epochs():
     assert order.indices(15_000).tolist() == late.tolist()
 
 
+@pytest.mark.parametrize(("num_prompts", "per_step"), [(12, 4), (10, 4), (7, 3), (6, 4), (5, 5)])
+def test_the_first_step_after_a_resume_is_that_of_a_run_in_one_piece(num_prompts: int, per_step: int) -> None:
+    whole = EpochOrder(num_prompts, per_step, seed=3, shuffle=True)
+    for step in range(40):
+        resumed = EpochOrder(num_prompts, per_step, seed=3, shuffle=True)
+        assert resumed.indices(step).tolist() == whole.indices(step).tolist()
+
+
 @pytest.mark.parametrize(("num_prompts", "per_step"), [(3, 4), (0, 1), (3, 0)])
 def test_a_batch_must_fit_in_an_epoch(num_prompts, per_step):
     with pytest.raises(ValueError, match="must be in 1"):

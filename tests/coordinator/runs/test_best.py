@@ -61,6 +61,17 @@ async def step(run: Run, value: float | None, *, models: tuple[FakeTrainer, ...]
         run.finish_evaluation(run.version, {METRIC: value, "eval/test/tokens_mean": 1.0})
 
 
+def test_a_run_warns_once_of_a_learning_rate_of_0(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    run = opened()
+    for version, rate in enumerate((1e-6, 0.0, 0.0), 1):
+        run.finish_step(version, {"train/lr": rate})
+    assert [bool(row.get("warning/learning_rate_is_0")) for row in run.record.ledger.all(Kind.FINISHED)] == [0, 1, 1]
+    assert [message for message in caplog.messages if "the learning rate is 0" in message] == [
+        "step 2: the learning rate is 0 from here on, so nothing is learned: after trainer.optim.decay_steps optimizer "
+        "updates it is lr * min_lr_ratio"
+    ]
+
+
 def kept(run: Run, name: str = "checkpoints") -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run.config.run_dir / name).iterdir())
 

@@ -17,6 +17,9 @@ from services.common.errors import LockstepError
 from services.coordinator.cli.main import main
 from services.coordinator.observe.report.page import gather
 from services.coordinator.replay.record import Record
+from services.coordinator.runs.ledger import Kind
+from services.coordinator.runs.reader import LedgerReader
+from services.coordinator.verify.history import History
 from services.coordinator.verify.session import show_verdict, verify
 from tests.coordinator.runs.killing import make_run, surviving_services
 from tests.trainer.harness_processes import marked
@@ -45,6 +48,18 @@ def replay(run_dir: Path) -> None:
             for read in (record.batch, record.metrics, record.digest):
                 read(step)
             record.start(step - 1)
+
+
+def test_a_checkpoint_that_is_deleted_while_verify_reads_is_no_violation(run_dir: Path) -> None:
+    with closing(LedgerReader(run_dir)) as ledger:
+        rows = ledger.rows()
+    history = History(run_dir, rows)
+    assert any(row.kind == Kind.SAVED for row in rows)
+    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    for row in rows:
+        history.follow(row)
+    assert verify(run_dir).violation.endswith("manifest.json of a recorded checkpoint is missing")
 
 
 def try_all(run_dir: Path) -> list[str]:

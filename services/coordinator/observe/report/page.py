@@ -36,6 +36,7 @@ _DROPPED = "sampling/dropped_"
 # Metric -> reason and explanation.
 _WARNINGS = {
     "warning/entropy_collapse": ("ENTROPY_COLLAPSE", "entropy is below observability.warnings.entropy_ratio"),
+    "warning/learning_rate_is_0": ("LEARNING_RATE_IS_0", "trainer.optim.decay_steps have passed: nothing was learned"),
     "warning/steps_without_mixed_group": ("NO_MIXED_GROUP", "no group had different rewards: nothing was learned"),
 }
 _MAX_TEXT = 400
