@@ -46,6 +46,24 @@ class Forked:
         self.returncode = code
         self._has_ended.set()
 
+    def kill(self) -> None:
+        """Kills its process session, and tells its end once it is gone, without its parent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            alive = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.end(-signal.SIGKILL)
+            return
+        loop = asyncio.get_running_loop()
+
+        def gone() -> None:
+            loop.remove_reader(alive)
+            os.close(alive)
+            self.end(-signal.SIGKILL)
+
+        loop.add_reader(alive, gone)
+
     async def wait(self) -> int:
         """Returns the exit code, or minus the signal that ended the process."""
         await self._has_ended.wait()
@@ -101,7 +119,8 @@ class Forks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hang_up()
+        for process in self._hang_up():
+            process.end(-signal.SIGKILL)
         self._output.close()
 
     def _order(self, order: "_Order") -> None:
@@ -122,7 +141,8 @@ class Forks:
         except ConnectionResetError:
             message = b""
         if not message:
-            self._hang_up(_EXIT_S)
+            for process in self._hang_up(_EXIT_S):
+                process.kill()  # one that is started in its place needs its port and its memory
             return
         answer = json.loads(message)
         if "code" in answer:
@@ -135,10 +155,10 @@ class Forks:
         else:
             asked.set_result(process)
 
-    def _hang_up(self, patience_s: float = 0.0) -> None:
-        """Takes all services as dead: nobody is left who would notice their end."""
+    def _hang_up(self, patience_s: float = 0.0) -> list[Forked]:
+        """Ends the process that forks. Returns its forks, whose end nobody is left to notice."""
         if self._socket is None or self._parent is None:
-            return
+            return []
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may be importing
             self._parent.wait(patience_s)
         self._parent.kill()
@@ -149,14 +169,15 @@ class Forks:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()[-_LINES:]
         message = "\n".join(["the process that imports the packages of trainer and rollout has ended:", *lines])
-        for process in self._forked.values():
+        orphans = list(self._forked.values())
+        for process in orphans:
             process.why = message if code != -signal.SIGKILL else ""
-            process.end(-signal.SIGKILL)
         self._forked.clear()
         while self._asked:
             asked = self._asked.popleft()
             if not asked.cancelled():
                 asked.set_exception(Unavailable(message, reason=Reason.SERVICE_DIED, service="imports"))
+        return orphans
 
 
 def service_environment() -> dict[str, str]:

@@ -49,12 +49,12 @@ async def test_ends_are_told_with_their_signal_and_the_command_is_visible(tmp_pa
 
 
 async def test_a_parent_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    """Its services count as dead, because nobody would learn how they end."""
+    """Its services are killed, because nobody would learn how they end, and are gone when they count as dead."""
     with Forks() as forks:
         first = await waiting(forks, tmp_path / "first.log")
         os.kill(seen(tmp_path / "first.log")["imported_in"], signal.SIGKILL)
         assert await first.wait() == -signal.SIGKILL and not first.why
-        os.kill(first.pid, signal.SIGKILL)
+        assert not still_there([first.pid])
         second = await forks.start(TOY, ["0"], tmp_path / "second.log", {})
         assert await second.wait() == 0
 
@@ -70,8 +70,7 @@ async def test_a_failed_import_is_why_the_forks_before_it_count_as_killed(tmp_pa
         process = await waiting(forks, tmp_path / "log")
         forks.preload("tests.common.no_such_service")
         assert await process.wait() == -signal.SIGKILL
-        assert "ModuleNotFoundError" in process.why
-        os.kill(process.pid, signal.SIGKILL)
+        assert "ModuleNotFoundError" in process.why and not still_there([process.pid])
 
 
 async def test_nothing_is_left(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ LARGE |= {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings":
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 EXPERTS |= {"num_hidden_layers": 48, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
 EXPERTS |= {"head_dim": 128, "tie_word_embeddings": False}
+QUICKSTART = {"model_type": "qwen3", "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1024}
+QUICKSTART |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32, "vocab_size": 16}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
@@ -64,8 +66,9 @@ def test_search_r1_has_the_plan_that_its_file_promises(tmp_path: Path):
         ("gsm8k", MIDDLE, "1x79"),
         ("gsm8k-7b", LARGE, "8x79"),
         ("gsm8k-30b-a3b", EXPERTS, "8x79"),
+        ("gpu", QUICKSTART, "1x79"),
     ],
-    ids=["0.5B", "1.5B", "7B", "30B-A3B"],
+    ids=["0.5B", "1.5B", "7B", "30B-A3B", "quickstart"],
 )
 def test_a_colocated_run_has_the_plan_that_its_file_promises(tmp_path: Path, name: str, shape: dict, gpus: str):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_3B | shape))
@@ -74,8 +77,8 @@ def test_a_colocated_run_has_the_plan_that_its_file_promises(tmp_path: Path, nam
     result = CliRunner().invoke(app, [*args, "--device", "gpu"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     both = {cells[0]: cells[-1] for line in result.output.splitlines() if len(cells := line.split()) == 4}
-    pinned = result.output.partition("Pinned host memory: ")[2].split()[0]
-    promised = f"training {both['train']} GiB, publishing {both['publish']} GiB, pinned host memory {pinned} GiB"
+    pinned = " ".join(result.output.partition("Pinned host memory: ")[2].split()[:2])
+    promised = f"training {both['train']} GiB, publishing {both['publish']} GiB, pinned host memory {pinned}"
     assert promised in " ".join(path.read_text().replace("#", "").split())
     fits = CliRunner().invoke(app, [*args, "--gpus", gpus], env={"COLUMNS": "200"})
     assert "placement=colocated" in fits.output, fits.output

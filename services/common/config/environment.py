@@ -22,7 +22,8 @@ class EpisodeSettings(Strict):
     """Time limit in seconds for a whole episode, including generation."""
     max_retries: int = Field(default=2, ge=0, le=100)
     """How often an episode is played again, with the same seeds, after the environment failed. What other episodes may
-    have caused does not count; an episode that hangs again in a worker of its own is not played again."""
+    have caused and a restart of the reward service do not count; an episode that hangs again in a worker of its own is
+    not played again."""
     on_failure: Literal["drop_group", "fail"] = "drop_group"
     """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
     fails. A failure of the environment never becomes a reward."""

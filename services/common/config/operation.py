@@ -2,7 +2,7 @@
 `observability`: Prometheus, OpenTelemetry, trackers and logs, none of which affects the results of a run.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -75,6 +75,10 @@ class ObservabilityConfig(Strict):
         if address.endswith(":0"):
             raise ValueError("0 is any free port, which prometheus.json could not name: choose one, such as 9100")
         return address
+
+    def quiet(self) -> Self:
+        """Returns these settings without what another run of the same config may have in use: ports and trackers."""
+        return self.model_copy(update={"metrics_address": "", "trackers": ()})
 
 
 class CheckpointConfig(Strict):

@@ -18,12 +18,13 @@ _FIXES = {
     **dict.fromkeys(_FULL, "free space on that disk or raise the limit"),
     **dict.fromkeys((errno.EROFS, *_DENIED), "make it writable for this user"),
     **dict.fromkeys((errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO), "bring the directory back"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
 }
 
 
 def is_of_disk(error: OSError) -> bool:
-    """Returns whether `error` says that a disk, and not the path, is at fault."""
-    return error.errno in {*_FULL, errno.EROFS, errno.EIO}
+    """Returns whether `error` says that a disk or a limit of this process, and not the path, is at fault."""
+    return error.errno in {*_FULL, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE}
 
 
 @contextmanager
@@ -51,6 +52,22 @@ def storage_error(
         reason=Reason.STORAGE_FAILED,
         path=path,
     )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file of text, which is there as a whole or as it was before.
+
+    Raises:
+        PreconditionFailed: STORAGE_FAILED.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        try:
+            # Lone surrogates, which occur only in damaged text, cannot be encoded.
+            partial.write_text(text, encoding="utf-8", errors="replace")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def is_there(path: Path, *, field: str) -> bool:

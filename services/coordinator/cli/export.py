@@ -49,9 +49,9 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
         require_own_paths(own, {"model": Path(config.model)}, overrides)
     trainer = _on_one_process(config.trainer, checkpoint)
     trainer = trainer.model_copy(update={"compute_dtype": _dtype(config.model, dtype)})
-    changes = {"trainer": trainer, "trace": False} | (
-        {"critic": None, "teacher": None} if isinstance(config, Config) else {}
-    )
+    changes: dict[str, object] = {"trainer": trainer, "trace": False, "observability": config.observability.quiet()}
+    if isinstance(config, Config):
+        changes |= {"critic": None, "teacher": None}
     return config.model_copy(update=changes)
 
 

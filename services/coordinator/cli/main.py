@@ -10,6 +10,7 @@ import typer
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
+from services.common.files.storage import write_whole
 from services.common.process import call_loopback_directly, keep_files_private, open_standard_streams
 from services.coordinator.cli.data import app as data_app
 from services.coordinator.cli.groups import groups
@@ -247,7 +248,7 @@ def init(
 
     _require_new(out)
     num_gpus = len(visible_gpus()) if gpus is None else gpus
-    out.write_text(starting_config(model, data, out, num_gpus=num_gpus), encoding="utf-8")
+    write_whole(out, starting_config(model, data, out, num_gpus=num_gpus))
     _console.print(f"wrote {out}; next: lockstep doctor {out}", soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.common.config.load import AnyConfig
 from services.common.config.operation import ObservabilityConfig
-from services.common.files.storage import writing
+from services.common.files.storage import write_whole, writing
 from services.common.rpc.server import SECONDS, Metrics, Page, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
 from services.coordinator.compat.without_torch import import_tensorboardx
@@ -49,9 +49,7 @@ class JsonLines(Reporter):
     def __init__(self, path: Path, version: int, ledger: Ledger):
         with writing(path):
             lines = _repaired(path, ledger)
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
-            partial.rename(path)
+            write_whole(path, "".join(f"{lines[place]}\n" for place in sorted(lines) if place[0] <= version))
             self._file, self._waiting = path.open("ab", buffering=0), b""
 
     def step(self, version: int, metrics: dict[str, float]) -> None:

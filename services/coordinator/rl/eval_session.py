@@ -62,9 +62,7 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
         changes["megatron"] = config.trainer.megatron.model_copy(update={"dist_checkpointing_path": ""})
     policy = config.trainer.model_copy(update=changes)
     alone = {"trainer": policy, "advantage": AdvantageConfig(), "critic": None, "teacher": None}  # opens no other model
-    # The run may be in progress, with its metrics port and trackers in use.
-    quiet = config.observability.model_copy(update={"metrics_address": "", "trackers": ()})
-    place = {"runs_dir": directory.parent, "name": directory.name, "observability": quiet}
+    place = {"runs_dir": directory.parent, "name": directory.name, "observability": config.observability.quiet()}
     return config.model_copy(update={**place, **start, **alone})
 
 

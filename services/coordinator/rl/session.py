@@ -107,7 +107,7 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     show(outcome, _FILES, console, number=".3f")
     if outcome.is_stopped:
         return
-    what = "Next: plot the run with `tensorboard --logdir`, or train your own model on your own data (see README.md)"
+    what = "Next: `lockstep report RUN` with this directory, or train your own model on your own data (see README.md)"
     console.print(what, soft_wrap=True, highlight=False)
 
 

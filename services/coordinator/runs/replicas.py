@@ -15,7 +15,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.storage import writing
+from services.common.files.storage import write_whole
 from services.common.rpc.address import parse_address
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerReader, is_running
@@ -51,19 +51,12 @@ def parse_replicas(text: str) -> list[str]:
 
 
 def write_replicas(run_dir: Path, addresses: Sequence[str]) -> None:
-    _replace(run_dir / REPLICAS, "".join(f"{address}\n" for address in addresses))
+    write_whole(run_dir / REPLICAS, "".join(f"{address}\n" for address in addresses))
 
 
 def write_notes(run_dir: Path, notes: Mapping[str, Note]) -> None:
     """Replaces the file that says why replicas do not serve. Raises as `write_replicas` does."""
-    _replace(run_dir / NOTES, json.dumps({address: asdict(note) for address, note in notes.items()}))
-
-
-def _replace(path: Path, text: str) -> None:
-    with writing(path):
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.rename(path)
+    write_whole(run_dir / NOTES, json.dumps({address: asdict(note) for address, note in notes.items()}))
 
 
 def read_notes(run_dir: Path) -> dict[str, Note]:

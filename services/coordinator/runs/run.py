@@ -16,7 +16,7 @@ from services.common.config.placement import RestartConfig
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, described
-from services.common.files.storage import writing
+from services.common.files.storage import write_whole
 from services.common.forks import Forks
 from services.common.telemetry.trace import within
 from services.coordinator.runs.checkpoints import (
@@ -113,8 +113,7 @@ class Run(Generic[ConfigT]):
         self.clock.restart()
 
     def _write_config(self) -> None:
-        with writing(self.config.run_dir / "config.json"):
-            (self.config.run_dir / "config.json").write_text(self.config.model_dump_json(indent=1))
+        write_whole(self.config.run_dir / "config.json", self.config.model_dump_json(indent=1))
 
     def describe_start(self, version: int, trainer_version: int) -> str:
         if trainer_version > version:

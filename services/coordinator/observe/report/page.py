@@ -15,6 +15,7 @@ from string import Template
 
 from services.common.counted import counted
 from services.common.errors import InvalidInput, LockstepError, NotFound
+from services.common.files.storage import write_whole
 from services.coordinator.data.prompts import MODEL_CARD
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, samples, summary
@@ -157,9 +158,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         raise NotFound(f"--out: {out.parent} does not exist", field="out")
     if path.is_dir():
         raise InvalidInput(f"--out: {path} is a directory; name a file, such as {path / 'report.html'}", field="out")
-    page = render(gather(run_dir))
-    # Lone surrogates, which occur only in damaged text, cannot be encoded.
-    path.write_text(page, encoding="utf-8", errors="replace")
+    write_whole(path, render(gather(run_dir)))
     return path
 
 

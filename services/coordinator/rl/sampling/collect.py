@@ -138,6 +138,8 @@ class Collector:
 
 # Others may end an episode so often before it is played alone: a worker alone plays fewer episodes at a time.
 _MOST_HURT = 3
+# The service may be lost so often during an episode; an episode that ends it each time must not be played forever.
+_MOST_LOST = 5
 # Why a sample has no score, by why its episode failed; any other failure is an error.
 _SCORE_REASONS = {
     EnvironmentFailure.TIMEOUT: FailureReason.FAILURE_REASON_TIMEOUT,
@@ -163,6 +165,13 @@ class Played:
     """The rows of an agent's episode; without an agent, the completion is the only one."""
     left: Left | None = None
     """What the agent left behind."""
+
+
+def _is_of_others(failure: EnvironmentFailure, number: int, *, alone: bool) -> bool:
+    """Returns whether other episodes or a restart of the service may be why an episode failed so for the nth time."""
+    if failure is EnvironmentFailure.LOST:
+        return number <= _MOST_LOST
+    return failure is EnvironmentFailure.NEIGHBOR and not alone
 
 
 class PlayedCollector(Collector):
@@ -232,7 +241,8 @@ class PlayedCollector(Collector):
         Raises:
             EpisodeFailed: The environment still fails, and the request keeps no failed episodes.
         """
-        num_left, num_hurt, alone = self._retries + 1, 0, prompt.prompt_id in self._dangerous
+        num_left, alone = self._retries + 1, prompt.prompt_id in self._dangerous
+        failed = Counter[EnvironmentFailure]()
         while True:
             try:
                 episode_id = f"{prompt.prompt_id}/{sample}/{uuid.uuid4().hex}"
@@ -245,9 +255,9 @@ class PlayedCollector(Collector):
             except EpisodeFailed as error:
                 failure, where = error, f"prompt {prompt.prompt_id} sample {sample}"
                 self._counts[f"failed_{error.failure}"] += 1
-                if not alone and error.failure is EnvironmentFailure.NEIGHBOR:
-                    num_hurt += 1
-                elif alone or not error.alone:  # in a worker of its own, every failure is its own
+                failed[error.failure] += 1
+                is_its_own = alone or not error.alone  # in a worker of its own, every failure is its own
+                if is_its_own and not _is_of_others(error.failure, failed[error.failure], alone=alone):
                     num_left -= 1
                 if alone and error.failure is EnvironmentFailure.TIMEOUT:  # it would hang each time
                     num_left = 0
@@ -257,7 +267,9 @@ class PlayedCollector(Collector):
                 self.failure_log.add(Cause(ENVIRONMENT, failure.failure, failure.detail), where)
                 if error.alone:
                     self._dangerous.setdefault(prompt.prompt_id, set()).add(sample)
-                alone = alone or num_hurt >= _MOST_HURT or prompt.prompt_id in self._dangerous
+                alone = (
+                    alone or failed[EnvironmentFailure.NEIGHBOR] >= _MOST_HURT or prompt.prompt_id in self._dangerous
+                )
             if num_left <= 0 or failure.failure is EnvironmentFailure.OVERLONG:
                 break
         if not request.keep_failed:
