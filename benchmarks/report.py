@@ -19,7 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MPS_PIPE_DIRECTORY", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ENVIRONMENT = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
 RESULTS = Path(__file__).parent / "results"
 
 
