@@ -115,6 +115,13 @@ def test_the_export_has_the_dtype_of_the_starting_model(tmp_path: Path, content:
     assert export_config(checkpoint, [], "auto").trainer.compute_dtype == dtype
 
 
+def test_an_export_serves_no_metrics(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    config = export_config(make_checkpoint(tmp_path, {}), ["observability.metrics_address=127.0.0.1:9100"], "auto")
+    assert config.observability.metrics_address == ""
+
+
 async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     code, output = await lockstep("export", tmp_path, "--out", tmp_path / "out")

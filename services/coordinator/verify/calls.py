@@ -1,5 +1,6 @@
 """Follows the history of a run's calls and finds the first line that could not have come there."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -63,7 +64,10 @@ class CallChecks:
     def __init__(self, rows: Sequence[LedgerRow], facts: Mapping[int, Facts]):
         """Takes all rows of the ledger, and facts of the batches that are on disk, by the version that they update."""
         self._rows, self._facts = {row.seq: row for row in rows}, facts
-        self._collected = [row for row in rows if row.kind == Kind.COLLECTED]
+        self._collected = defaultdict[int | None, list[LedgerRow]](list)  # by version, oldest first
+        for row in rows:
+            if row.kind == Kind.COLLECTED:
+                self._collected[row.version].append(row)
         self._applied: dict[str, str] = {}  # batch id -> hash of its metrics
         self._session = _Session("", is_whole=False, row=0)
         self.num_calls = 0
@@ -189,13 +193,13 @@ class CallChecks:
     def _batches(self, version: int) -> Sequence[LedgerRow]:
         """Returns the row of the newest batch for `version` so far; all of them if lines were lost."""
         session = self._session
-        rows = [row for row in self._collected if row.version == version]
+        rows = self._collected.get(version, [])
         return [row for row in rows if row.seq <= session.row][-1:] if session.is_whole else rows
 
     def _facts_of(self, row: LedgerRow) -> Facts | None:
         """Returns what is known of the batch of a row; None if a later one has taken its place on disk."""
-        newest = max(one.seq for one in self._collected if one.version == row.version)
-        return self._facts.get(row.required_version) if row.seq == newest else None
+        newest = self._collected[row.version][-1]
+        return self._facts.get(row.required_version) if row.seq == newest.seq else None
 
     def _has_scored(self, call: _Call) -> None:
         self._session.scores.setdefault(call.sent["prompt_id"], []).append(call.answer["scores"])
