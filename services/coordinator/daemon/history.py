@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,8 +56,29 @@ def state_name(run: pb.Run) -> str:
     return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
-def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunResponse]:
-    """Returns finished steps and evaluations, oldest first, up to version `up_to` if given. The run state is not set.
+@dataclass(frozen=True)
+class Event:
+    """A finished step or an evaluation."""
+
+    version: int
+    is_step: bool
+    encoded: bytes
+    """A WatchRunResponse without the run's state; as a message it would take five times the memory."""
+
+    def is_news(self, after: int) -> bool:
+        """Returns whether it is new to a watcher that has seen everything up to step `after`."""
+        # The evaluation of a step follows it, so the watcher may not have it; that of step 0 comes before all steps.
+        return self.version > after if self.is_step else self.version >= after
+
+    def with_state(self, run: pb.Run) -> pb.WatchRunResponse:
+        """Returns the message for a watcher."""
+        answer = pb.WatchRunResponse.FromString(self.encoded)
+        answer.run.CopyFrom(run)
+        return answer
+
+
+def read_events(directory: Path, up_to: int | None = None) -> list[Event]:
+    """Returns finished steps and evaluations, oldest first, up to version `up_to` if given.
 
     Raises:
         DataLoss: A line of metrics.jsonl is damaged.
@@ -68,13 +90,8 @@ def read_events(directory: Path, up_to: int | None = None) -> list[pb.WatchRunRe
     ]
 
 
-def event_of(version: int, metrics: dict[str, float], *, is_step: bool) -> pb.WatchRunResponse:
-    """Returns the event of a finished step or an evaluation. The run state is not set."""
+def event_of(version: int, metrics: dict[str, float], *, is_step: bool) -> Event:
+    """Returns the event of a finished step or an evaluation."""
     numbers = pb.Numbers(version=version, values=metrics)
-    return pb.WatchRunResponse(step=numbers) if is_step else pb.WatchRunResponse(evaluation=numbers)
-
-
-def is_news(event: pb.WatchRunResponse, after: int) -> bool:
-    """Returns whether `event` is new to a watcher that has seen everything up to step `after`."""
-    # The evaluation of a step follows it, so the watcher may not have it; that of step 0 comes before all steps.
-    return event.step.version > after if event.HasField("step") else event.evaluation.version >= after
+    answer = pb.WatchRunResponse(step=numbers) if is_step else pb.WatchRunResponse(evaluation=numbers)
+    return Event(version, is_step, answer.SerializeToString())

@@ -20,7 +20,7 @@ from services.common.rpc.address import require_secure
 from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import visible_gpus
-from services.coordinator.daemon.history import event_of, is_news, read_events, read_run, state_name
+from services.coordinator.daemon.history import Event, event_of, read_events, read_run, state_name
 from services.coordinator.daemon.logs import logging_to, read_log
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.inputs import check_weights
@@ -50,7 +50,7 @@ class RunInProgress(Reporter):
             name=config.name, state=pb.RUN_STATE_STARTING, num_steps=config.num_steps, run_dir=str(config.run_dir)
         )
         self.ended = asyncio.Event()
-        self._events: list[pb.WatchRunResponse] = []
+        self._events: list[Event] = []
         self._changed = asyncio.Event()
         self._conversation: tuple[int, pb.Conversation] | None = None
         self._run: Run | None = None
@@ -91,9 +91,9 @@ class RunInProgress(Reporter):
             changed = self._changed
             while index < len(self._events):
                 event, index = self._events[index], index + 1
-                if is_news(event, after):
+                if event.is_news(after):
                     sent.CopyFrom(self.state)
-                    yield self._with_conversation(with_state(event, self.state))
+                    yield self._with_conversation(event.with_state(self.state))
             if sent != self.state:
                 sent.CopyFrom(self.state)
                 yield pb.WatchRunResponse(run=self.state)
@@ -157,13 +157,6 @@ class RunInProgress(Reporter):
             except Exception as error:
                 log.error("run %s failed: %s", self.config.name, error, exc_info=not isinstance(error, LockstepError))
                 raise
-
-
-def with_state(event: pb.WatchRunResponse, run: pb.Run) -> pb.WatchRunResponse:
-    """Returns a copy of `event` with the state of its run."""
-    answer = pb.WatchRunResponse(run=run)
-    answer.MergeFrom(event)
-    return answer
 
 
 _UNSET = Config.model_fields["runs_dir"].default
@@ -323,8 +316,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return
         run = await self._runs.get(request.name)
         for event in await asyncio.to_thread(read_events, Path(run.run_dir)):
-            if is_news(event, request.after_version):
-                yield with_state(event, run)
+            if event.is_news(request.after_version):
+                yield event.with_state(run)
         yield pb.WatchRunResponse(run=run)
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:

@@ -17,6 +17,7 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
+from services.common.files.storage import write_whole
 from services.common.forks import FORKABLE, Forked, Forks, service_environment
 from services.common.memory import killed_hint
 from services.common.process import require_extra
@@ -64,7 +65,7 @@ class ServiceFlags:
         """Writes the Prometheus target list (file_sd_configs): the services' metrics pages and the coordinator's."""
         if self._settings.metrics_address:
             self._add_target(self._settings.metrics_address, "coordinator")
-            (self._config.run_dir / TARGETS).write_text(json.dumps(self._targets, indent=1) + "\n")
+            write_whole(self._config.run_dir / TARGETS, json.dumps(self._targets, indent=1) + "\n")
 
     def remove_targets(self) -> None:
         """Deletes the target list once the services have stopped. A disk that forbids it does not end the run."""

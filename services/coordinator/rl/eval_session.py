@@ -16,6 +16,7 @@ from services.common.config.load import is_override, load, load_any
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, NotFound
+from services.common.files.storage import write_whole
 from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
@@ -178,5 +179,5 @@ async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluat
     stamp = await make_publisher(services, run).publish(version)
     metrics = await evaluate(run, make_collector(services, tokenizer, config), eval_data, stamp)
     result = {"checkpoint": evaluated, "version": version, "digest": stamp.digest, "metrics": metrics}
-    (config.run_dir / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(config.run_dir / "metrics.json", json.dumps(result, indent=1) + "\n")
     return Evaluation(stamp, metrics, config.run_dir)

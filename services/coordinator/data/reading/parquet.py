@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
+from services.common.files.storage import writing
 from services.coordinator.data.reading.record import Record, Unusable
 
 _ROWS_AT_ONCE = 4096
@@ -104,18 +105,27 @@ def row_place(path: Path, index: int) -> str:
 
 
 def write_tables(tables: Mapping[Path, pa.Table]) -> None:
-    """Writes all files under temporary names, then renames them. If a write fails, existing files stay unchanged."""
+    """Writes all files under temporary names, then renames them. If a write fails, existing files stay unchanged.
+
+    Raises:
+        PreconditionFailed: STORAGE_FAILED.
+    """
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in tables}
     try:
         for path, table in tables.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with partial[path].open("wb") as file:
-                pq.write_table(table, file, compression="zstd")
-                # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
-                file.flush()
-                os.fsync(file.fileno())
+            with writing(path):
+                _write_synced(table, partial[path])
         for path in tables:
             partial[path].replace(path)
     finally:
         for path in partial.values():
             path.unlink(missing_ok=True)
+
+
+def _write_synced(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        pq.write_table(table, file, compression="zstd")
+        # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
+        file.flush()
+        os.fsync(file.fileno())
