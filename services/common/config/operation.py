@@ -4,7 +4,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Seconds, Strict
 from services.common.config.evaluation import BestConfig
@@ -92,11 +92,21 @@ class CheckpointConfig(Strict):
     max_critic_ckpts_to_keep: int = Field(default=1, ge=1)
     """Number of critic checkpoints to keep. A run with a critic can resume only from a step that has both
     checkpoints."""
+    max_batches_to_keep: int | None = Field(default=None, ge=1)
+    """Number of batches to keep in the run's directory, with the agents' calls beside them; null keeps all. Older ones
+    are deleted after a checkpoint, except those of the steps after the oldest checkpoint that max_ckpts_to_keep keeps,
+    because a resumed run trains on them again. `lockstep verify` and `replay` do without what was deleted."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""
     export_at_end: bool = True
     """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
+
+    @model_validator(mode="after")
+    def _deletes_after_checkpoints(self) -> Self:
+        if self.max_batches_to_keep is not None and not self.save_freq:
+            raise ValueError("max_batches_to_keep deletes batches after a checkpoint: set save_freq above 0")
+        return self
 
 
 class WeightsConfig(Strict):

@@ -23,7 +23,7 @@ from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
 from services.common.config.operation import CheckpointConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
-from services.coordinator.runs.record import sha256_of
+from services.coordinator.runs.record import batches_before, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 log = logging.getLogger(__name__)
@@ -254,6 +254,7 @@ class Checkpoints:
         # Only once all are saved: the policy's newest checkpoint needs the critic's of the same step.
         await self._delete_all_but(self._config.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)
+        await self._delete_batches()
 
     async def _save_one(self, model: SavedModel, kind: Kind, step: int, model_version: int) -> None:
         path = self._path(kind, step)
@@ -277,3 +278,15 @@ class Checkpoints:
             for path in dict.fromkeys(row["path"] for row in saved if self._ledger.place(row) == old):
                 self._ledger.record(Kind.DELETED, path=path)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+
+    async def _delete_batches(self) -> None:
+        newest, saved = self._ledger.last(Kind.COLLECTED), self._ledger.checkpoints(Kind.SAVED)
+        if self._config.max_batches_to_keep is None or newest is None:
+            return
+        oldest_saved = sorted({row["version"] for row in saved})[-self._config.max_ckpts_to_keep :][0]
+        first_kept = min(oldest_saved, newest["version"] - self._config.max_batches_to_keep + 1)
+        if old := batches_before(self._run_dir, first_kept):
+            await self._ledger.free()
+            self._ledger.record(Kind.DELETED_BATCHES, first_kept)
+            for path in old:
+                path.unlink(missing_ok=True)

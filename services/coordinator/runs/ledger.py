@@ -46,6 +46,7 @@ class Kind(StrEnum):
     SAVED_CRITIC = "saved_critic"  # the same for the critic, recorded before the policy's
     FAILED = "failed"  # the error that ended a session: reason and message
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
+    DELETED_BATCHES = "deleted_batches"  # of all versions before this one, to free space
 
 
 def _fields(**types: Any) -> TypeAdapter[BaseModel]:
@@ -78,6 +79,7 @@ _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = 
     Kind.SAVED_CRITIC: _CHECKPOINT,
     Kind.FAILED: _fields(reason=str, message=str),
     Kind.DELETED: _fields(path=str),
+    Kind.DELETED_BATCHES: _fields(),
 }
 _OF_SFT = _fields(**_DATASET)
 _WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.FAILED}

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
 
 log = logging.getLogger(__name__)
+
+_BATCH = re.compile(r"step-(\d+)(\.calls)?\.parquet")
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,12 @@ def batch_path(run_dir: Path, version: int) -> Path:
 def calls_path(run_dir: Path, version: int) -> Path:
     """Returns the file of what agents asked and left behind in the episodes of a batch."""
     return batch_path(run_dir, version).with_suffix(".calls.parquet")
+
+
+def batches_before(run_dir: Path, version: int) -> list[Path]:
+    """Returns the files of batches that update versions below `version`."""
+    named = ((path, _BATCH.fullmatch(path.name)) for path in sorted((run_dir / "batches").iterdir()))
+    return [path for path, name in named if name and int(name[1]) < version]
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:

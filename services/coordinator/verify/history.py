@@ -1,6 +1,7 @@
 """Follows the rows of a run's ledger in order and finds the first that could not have come there."""
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,11 @@ class History:
         self._run_dir = run_dir
         self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
         self._unrecorded = _being_written(rows)
+        # (seq, version) of the rows that say which batches were deleted, the newest first.
+        self._deletions = [
+            (row.seq, row.required_version) for row in reversed(rows) if row.kind == Kind.DELETED_BATCHES
+        ]
+        self.num_deleted = 0
         # A run that goes on deletes checkpoints, so the manifests are read before all that takes long.
         saves = (row for row in rows if row.kind in (Kind.SAVED, Kind.SAVED_CRITIC) and self._is_kept(row))
         self._manifests = {row.seq: _read_manifest(self._there(row.body["path"])) for row in saves}
@@ -169,12 +175,18 @@ class History:
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
             path = batch_path(self._run_dir, version)
-            if self._is_recorded(path, row):
+            if self._is_deleted_batch(row):
+                self.num_deleted += 1
+            elif self._is_recorded(path, row):
                 both = {**self._selected.get(version, {}), **body}
                 self._require_none(self.samples.check(path, version, both, session.config))
                 calls = calls_path(self._run_dir, version)
                 if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
                     self._require_none(check_calls(path, calls))
+
+    def _is_deleted_batch(self, row: LedgerRow) -> bool:
+        later = itertools.takewhile(lambda deletion: deletion[0] > row.seq, self._deletions)
+        return any(row.required_version < first_kept for _, first_kept in later)
 
     def _is_recorded(self, path: Path, row: LedgerRow, field: str = "sha256") -> bool:
         """Requires that a file is the one whose SHA-256 is the `field` of `row`, the newest of its kind and version.

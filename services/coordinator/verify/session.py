@@ -33,6 +33,8 @@ class Verdict:
     violation: str
     """What is wrong with the last of `rows` or `lines`, or with metrics.jsonl; empty if all is well."""
     num_calls: int = 0
+    num_deleted: int = 0
+    """Number of batches that the run has deleted to free space, and whose samples nobody can check any more."""
     lines: Sequence[str] = ()
     """The last lines of the history of calls up to the violation, if it is there."""
 
@@ -74,9 +76,9 @@ def _verify(run_dir: Path, rows: Sequence[LedgerRow], written: Sequence[tuple[Pa
     try:
         _follow_calls(calls, written, shown)
     except ViolationError as error:
-        return Verdict(rows, num_samples, str(error), calls.num_calls, tuple(shown))
+        return Verdict(rows, num_samples, str(error), calls.num_calls, lines=tuple(shown))
     violation = next(_wrong_lines(run_dir / METRICS, rows), "")
-    return Verdict(rows, num_samples, violation, calls.num_calls)
+    return Verdict(rows, num_samples, violation, calls.num_calls, history.num_deleted)
 
 
 def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown: deque[str]) -> None:
@@ -131,7 +133,9 @@ def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
     counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(len(finished), 'finished step')}"
     if not verdict.violation:
         checked = f"{counted(verdict.num_samples, 'sample')}, {counted(verdict.num_calls, 'call')}"
-        line = f"{run_dir}: {counted(len(kinds), 'row')}, {counts}, {checked}: no violation"
+        num_deleted = verdict.num_deleted
+        deleted = f"; the batches of {counted(num_deleted, 'step')} were deleted" if num_deleted else ""
+        line = f"{run_dir}: {counted(len(kinds), 'row')}, {counts}, {checked}: no violation{deleted}"
         console.print(line, soft_wrap=True, highlight=False)
         return
     if verdict.lines:

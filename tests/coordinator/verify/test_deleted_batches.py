@@ -1,0 +1,77 @@
+"""Tests that a run deletes old batches if told to, can be resumed from each checkpoint, and verifies."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from services.common.config.operation import CheckpointConfig
+from services.common.config.run import Config
+from services.common.errors import NotFound
+from services.coordinator.cli.main import app
+from services.coordinator.replay.record import Record
+from services.coordinator.runs.record import batch_path, batches_before, calls_path
+from services.coordinator.verify.session import verify
+from tests.coordinator.runs.killing import make_run, surviving_services
+
+NUM_STEPS = 5
+
+
+def run_config(directory: Path, num_batches: int, num_checkpoints: int) -> Config:
+    config = make_run(directory, NUM_STEPS)
+    kept = {"max_ckpts_to_keep": num_checkpoints, "max_batches_to_keep": num_batches}
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=kept)})
+
+
+def batches(run_dir: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run_dir / "batches").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "num_checkpoints", "kept"),
+    [(1, 1, [4]), (3, 1, [2, 3, 4]), (1, 3, [3, 4]), (9, 1, [0, 1, 2, 3, 4])],
+)
+async def test_the_newest_batches_and_those_that_a_resume_needs_are_kept(
+    num_batches: int, num_checkpoints: int, kept: list[int], tmp_path: Path
+):
+    config = run_config(tmp_path, num_batches, num_checkpoints)
+    async with surviving_services() as services:
+        await services.run(config)
+    assert batches(config.run_dir) == kept
+    verdict = verify(config.run_dir)
+    assert (verdict.violation, verdict.num_deleted) == ("", NUM_STEPS - len(kept))
+
+
+async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_has(tmp_path: Path):
+    config = run_config(tmp_path, 1, 2)
+    async with surviving_services() as services:
+        await services.run(config)
+        with closing(Record(config.run_dir)) as record:
+            assert record.batch(NUM_STEPS).samples.num_rows
+            with pytest.raises(NotFound, match="were not kept"):
+                record.batch(1)
+        older = config.run_dir / "checkpoints" / "step-000004"
+        await services.run(config.model_copy(update={"resume": str(older), "num_steps": NUM_STEPS + 1}))
+    assert verify(config.run_dir).violation == ""
+    printed = CliRunner().invoke(app, ["verify", str(config.run_dir)]).output.replace("\n", " ")
+    assert f"no violation; the batches of {verify(config.run_dir).num_deleted} steps were deleted" in printed
+    batch_path(config.run_dir, NUM_STEPS).unlink()  # not by the run
+    assert "is missing" in verify(config.run_dir).violation
+
+
+def test_the_calls_of_a_batch_are_deleted_with_it(tmp_path: Path):
+    (tmp_path / "batches").mkdir()
+    for version in (2, 10, 1_000_001):
+        for path in (batch_path(tmp_path, version), calls_path(tmp_path, version)):
+            path.touch()
+    (tmp_path / "batches" / "step-mine.parquet").touch()
+    assert set(batches_before(tmp_path, 1_000_001)) == {
+        of(tmp_path, version) for of in (batch_path, calls_path) for version in (2, 10)
+    }
+
+
+def test_without_checkpoints_nothing_would_be_deleted():
+    with pytest.raises(ValidationError, match="set save_freq above 0"):
+        CheckpointConfig(max_batches_to_keep=1)
