@@ -55,17 +55,26 @@ def storage_error(
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file of text, which is there as a whole or as it was before.
+    """Writes a file of text, which is there as a whole or as it was before. A link, a pipe or a device stays one.
 
     Raises:
         PreconditionFailed: STORAGE_FAILED.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    # Lone surrogates, which occur only in damaged text, cannot be encoded.
+    content = text.encode("utf-8", errors="replace")
     with writing(path):
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        target = Path(os.path.realpath(path))
+        partial = target.with_name(f".{target.name}.partial")
         try:
-            # Lone surrogates, which occur only in damaged text, cannot be encoded.
-            partial.write_text(text, encoding="utf-8", errors="replace")
-            partial.replace(path)
+            with partial.open("wb") as file:
+                file.write(content)
+                # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
 
