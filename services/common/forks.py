@@ -48,8 +48,9 @@ class Forked:
 
     def kill(self) -> None:
         """Kills its process session, and tells its end once it is gone, without its parent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # one that has just begun may have no session yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
         try:
             alive = os.pidfd_open(self.pid)
         except ProcessLookupError:

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import Reason, Unavailable
 from services.common.forks import Forked, Forks
 from services.common.rpc.server import incarnation
-from tests.support import raises, still_there, until
+from tests.support import PATIENCE_S, raises, still_there, until
 
 TOY = "tests.common.toy_fork"
 
@@ -54,7 +55,7 @@ async def test_a_parent_that_is_killed_is_started_again(tmp_path: Path) -> None:
         first = await waiting(forks, tmp_path / "first.log")
         os.kill(seen(tmp_path / "first.log")["imported_in"], signal.SIGKILL)
         assert await first.wait() == -signal.SIGKILL and not first.why
-        assert not still_there([first.pid])
+        assert not still_there([first.pid], after_s=0)
         second = await forks.start(TOY, ["0"], tmp_path / "second.log", {})
         assert await second.wait() == 0
 
@@ -70,7 +71,18 @@ async def test_a_failed_import_is_why_the_forks_before_it_count_as_killed(tmp_pa
         process = await waiting(forks, tmp_path / "log")
         forks.preload("tests.common.no_such_service")
         assert await process.wait() == -signal.SIGKILL
-        assert "ModuleNotFoundError" in process.why and not still_there([process.pid])
+        assert "ModuleNotFoundError" in process.why and not still_there([process.pid], after_s=0)
+
+
+async def test_a_fork_that_is_killed_before_it_has_a_session_ends_too() -> None:
+    with subprocess.Popen(["sleep", "600"]) as begun:
+        assert os.getpgid(begun.pid) != begun.pid
+        process = Forked(begun.pid)
+        process.kill()
+        try:
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
+        finally:
+            begun.kill()
 
 
 async def test_nothing_is_left(tmp_path: Path) -> None:
