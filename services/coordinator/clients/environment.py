@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from enum import StrEnum
@@ -82,7 +83,7 @@ class EpisodeClient:
 
     def __init__(self, service: "_Service", episode_id: str, settings: BaseEnvironmentConfig):
         self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
-        self._episode_s = settings.episode_s
+        self._episode_s, self._began_s = settings.episode_s, 0.0
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
@@ -95,6 +96,7 @@ class EpisodeClient:
             EpisodeFailed: The environment failed.
         """
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
+        self._began_s = time.monotonic()
         limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
         return (await self._service.call(EnvironmentService.Reset, request, limit_s)).messages
 
@@ -110,7 +112,12 @@ class EpisodeClient:
         """
         turn = {"turn": self._num_turns, "text": text, "num_tokens": num_tokens}
         request = pb.StepRequest(**self._ids, **turn, finish_reason=finish_reason, is_reasoning=is_reasoning)
-        answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
+        try:
+            answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
+        except EpisodeFailed as error:
+            if error.failure is EnvironmentFailure.LOST and time.monotonic() - self._began_s >= self._episode_s:
+                raise EpisodeFailed(EnvironmentFailure.TIMEOUT, error.detail) from error  # the service has ended it
+            raise
         self._num_turns += 1
         return answer
 
