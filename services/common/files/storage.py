@@ -18,12 +18,13 @@ _FIXES = {
     **dict.fromkeys(_FULL, "free space on that disk or raise the limit"),
     **dict.fromkeys((errno.EROFS, *_DENIED), "make it writable for this user"),
     **dict.fromkeys((errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO), "bring the directory back"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise this host's limit of open files (sysctl fs.file-max)",
 }
 
 
 def is_of_disk(error: OSError) -> bool:
-    """Returns whether `error` says that a disk or a limit of this process, and not the path, is at fault."""
+    """Returns whether `error` says that a disk or a limit of open files, and not the path, is at fault."""
     return error.errno in {*_FULL, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE}
 
 

@@ -1,6 +1,7 @@
 """Runs a config: loads and checks the data, opens the services, then runs the training loop."""
 
 import gc
+import shlex
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,7 +108,8 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
     show(outcome, _FILES, console, number=".3f")
     if outcome.is_stopped:
         return
-    what = "Next: `lockstep report RUN` with this directory, or train your own model on your own data (see README.md)"
+    report = f"lockstep report {shlex.quote(str(outcome.directory))}"
+    what = f"Next: `{report}`, or train your own model on your own data (see README.md)"
     console.print(what, soft_wrap=True, highlight=False)
 
 

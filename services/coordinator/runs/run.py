@@ -216,8 +216,8 @@ class Run(Generic[ConfigT]):
         before = self.record.ledger.last(Kind.FINISHED, self.version) or {}
         if _NO_LEARNING_RATE not in before:
             log.warning(
-                "step %d: the learning rate is 0 from here on, so nothing is learned: after trainer.optim.decay_steps "
-                "optimizer updates it is lr * min_lr_ratio",
+                "step %d: the learning rate is 0 from here on, so nothing is learned: stop the run, or resume a "
+                "checkpoint under another name, with larger trainer.optim.decay_steps or trainer.optim.min_lr_ratio",
                 version,
             )
         return {_NO_LEARNING_RATE: 1.0}

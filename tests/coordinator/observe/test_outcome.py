@@ -9,6 +9,7 @@ from services.coordinator.doctor.finding import Finding, show_findings
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.rl.eval_session import Evaluation, show_evaluation
+from services.coordinator.rl.session import show_outcome
 
 
 def test_a_number_that_only_one_of_the_evaluations_has_is_shown() -> None:
@@ -43,3 +44,9 @@ def test_the_best_checkpoint_is_named() -> None:
     outcome = Outcome(Path("runs/run"), 9, 9, [], None, {"version": 6, "eval/test/reward": 0.5})
     show(outcome, {"logs/": "logs"}, literal_console(file=output, width=80), number=".2f")
     assert "  checkpoints/step-000006      the best checkpoint, by checkpoint.keep_best\n" in output.getvalue()
+
+
+def test_the_command_that_comes_next_can_be_copied() -> None:
+    output = io.StringIO()
+    show_outcome(Outcome(Path("runs/my run"), 1, 1, [], None), literal_console(file=output, width=80))
+    assert "Next: `lockstep report 'runs/my run'`, or" in output.getvalue()

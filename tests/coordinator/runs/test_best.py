@@ -67,8 +67,8 @@ def test_a_run_warns_once_of_a_learning_rate_of_0(opened: Open, caplog: pytest.L
         run.finish_step(version, {"train/lr": rate})
     assert [bool(row.get("warning/learning_rate_is_0")) for row in run.record.ledger.all(Kind.FINISHED)] == [0, 1, 1]
     assert [message for message in caplog.messages if "the learning rate is 0" in message] == [
-        "step 2: the learning rate is 0 from here on, so nothing is learned: after trainer.optim.decay_steps optimizer "
-        "updates it is lr * min_lr_ratio"
+        "step 2: the learning rate is 0 from here on, so nothing is learned: stop the run, or resume a checkpoint "
+        "under another name, with larger trainer.optim.decay_steps or trainer.optim.min_lr_ratio"
     ]
 
 

@@ -95,7 +95,7 @@ def _failure(process: str, time: str, message: str) -> Failure | None:
 
 
 def _of_steps(steps: Sequence[Row]) -> Iterator[Failure]:
-    """Yields dropped groups, and steps with a collapsed entropy or without a mixed group."""
+    """Yields dropped groups, and steps with a warning."""
     for row in steps:
         for name in (name for name in row if name.startswith(_DROPPED) and row[name]):
             reason = name.removeprefix(_DROPPED).upper()
