@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 import sqlite3
 import struct
@@ -223,6 +224,16 @@ def test_damaged_lines_are_taken_from_the_ledger(tmp_path: Path, caplog: pytest.
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == before
     (record,) = caplog.records
     assert "line 3, 4 was damaged" in record.message
+
+
+def test_a_line_with_nan_is_that_of_its_row(tmp_path: Path):
+    path, ledger = tmp_path / "metrics.jsonl", Ledger(tmp_path / "ledger.sqlite")
+    ledger.record(Kind.EVALUATED, 1, **{"eval/test/reward": math.nan})
+    line = json.dumps({"step": 1, "eval/test/reward": math.nan, "time/evaluating_s": 3.0})  # the last only here
+    path.write_text(f"{line}\n")
+    JsonLines(path, 1, ledger).close()
+    ledger.close()
+    assert path.read_text() == f"{line}\n"
 
 
 def test_an_error_of_the_disk_on_a_full_one_says_so(disk: SmallDisk):
