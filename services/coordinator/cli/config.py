@@ -56,7 +56,7 @@ YAML files and `key=value` overrides are merged from left to right, later ones w
 - A table whose default is `None` is removed by `null`, as in `environment=null`.
 - The value of an override is YAML if it begins with `{`, `[`, `'` or `"`. Else it is a number, `true`, `false`, a date
   or `null` if all of it is one, and text as it stands if not: `data.system_prompt=Answer: yes or no  # or neither`.
-  Nothing is `null`, and `''` is a text without characters: `observability.metrics_address=''`.
+  An empty value is `null`; an empty text is `''`: `observability.metrics_address=''`.
 - `~` begins the path of your home in `model` of all models, `runs_dir`, `resume`, `data` and `rollout`.
 """
 
