@@ -19,7 +19,7 @@ from services.common.config.reward import (
     RewardConfig,
 )
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.texts import after_reasoning, last_tagged, normalize, one_width
+from services.reward.graders.texts import after_reasoning, last_tagged, normalize, with_fractions
 from services.reward.scorers.base import Item, Scorer, WorkerScorer, expected, share_s
 
 
@@ -73,7 +73,7 @@ _NUMBER = re.compile(
     r"(?:(?:\^|(?<=[A-Za-z0-9)}])_(?!\d+_))\{?[-+−]?|(?<![A-Za-z0-9])(?!(?:R|P|RM)[0-9])[A-Z]{1,2}"
     r"|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9]+(?:\.[0-9]+)?|(?:[0-9]{1,4}/){2}(?=[0-9])"
     r"|(?P<sign>(?<![\w)])[-−])?\\?\$?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"
     r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|/(?!(?:19|20)[0-9]{2}\b)(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
 )
 
@@ -82,7 +82,7 @@ _SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
 # After a marker, where the answer stands, a minus in front is no dash, and digits in groups of three are one number.
 _MINUS = re.compile(r"\A([\s*$]*-)\s+(?=\\?\$?\.?[0-9])")
 _GROUPS = re.compile(r"(?<![\w.,^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9/])")
-_EQUATION = re.compile(r"[^0-9]*[0-9][0-9,.]*\s*(?:[-+*/×÷]|\\times|\\cdot)\s*[\\$(]*[0-9]")
+_EQUATION = re.compile(r"[^0-9]*[0-9][0-9,.]*[\s%A-Za-z]{0,40}(?:[-+*/×÷]|(?<=\s)x|\\times|\\cdot)\s*[\\$(]*[0-9]")
 _FRACTION = re.compile(r"(?P<whole>(?<=[0-9]))?\\[dt]?frac\{([0-9]{1,30})\}\{([0-9]{1,30})\}")
 _STEP = re.compile(r"\W*[0-9]+[.):]\s+[^\W\d]")
 _BEGINS = re.compile(r"(?:\\[a-z]+\{|[^\w\n]|[A-Z]{3}\s)*[0-9]")
@@ -107,7 +107,7 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "6"
+    version = "7"
 
     def __init__(self, config: Gsm8kConfig, run: RewardConfig):
         self._require_marker = config.require_marker
@@ -127,7 +127,7 @@ def _final_number(text: str) -> tuple[Decimal | Fraction | None, bool]:
 
     A last line of `####` without a number gives none.
     """
-    text = _SPACES.sub("", one_width(text).replace("{,}", ",")).rstrip()
+    text = _SPACES.sub("", with_fractions(text).replace("{,}", ",")).rstrip()
     text = _FRACTION.sub(lambda found: f"{'' if found['whole'] is None else ' '}{found[2]}/{found[3]}", text)
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")

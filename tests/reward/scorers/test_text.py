@@ -162,6 +162,14 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("#### 72 (6*12=72, 2+3=5)", "72", 1),
         (r"It is \frac{7}{2}", "3.5", 1),
         (r"#### -3\frac{1}{2}", "-3.5", 1),
+        ("#### 8 x 9 = 72", "72", 1),
+        ("#### 8 x 9 = 72", "8", 0),
+        ("#### 48 in April + 24 in May = 72", "72", 1),
+        ("#### 25% + 15% = 40%", "40", 1),
+        ("#### Rs.72", "72", 1),
+        ("It costs Rs.0.50.", "0.5", 1),
+        ("#### 2\u00bd", "2.5", 1),
+        ("#### 2", "2\u00bd", 0),
     ],
 )
 async def test_gsm8k(open_run, make_item, completion, answer, expected):
