@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from services.reward.graders.texts import with_fractions
+from services.reward.graders.texts import normalize, with_fractions
 
 _CHARACTERS = {"∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "·": r"\cdot ", "π": r"\pi ", "∅": r"\emptyset "}
 _CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009\u202f", " ")
@@ -107,3 +107,66 @@ def ratio(text: str) -> str:
         return text
     shares = ", ".join(f"\\frac{{{number}}}{{{numbers[0]}}}" for number in numbers[1:])
     return f"({shares})"
+
+
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+
+
+def both_signs(text: str) -> str:
+    """Returns an answer with one \\pm within braces, such as \\frac{1\\pm\\sqrt{5}}{2}, as its two values.
+
+    The parser reads \\pm only outside of braces.
+    """
+    before, *after = _PLUS_MINUS.split(text)
+    if len(after) != 1 or "," in text or "\\{" in text or before.count("{") == before.count("}"):
+        return text
+    return f"{before}+{after[0]}, {before}-{after[0]}"
+
+
+_WORDS_IN = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{"
+_WRAPPED = re.compile(rf"{_WORDS_IN}([^{{}}]*)\}}")
+_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9]) ?([ap]m)?")
+
+
+def words(text: str) -> str:
+    """Returns what a text with words says, such as \\text{July 4}, in one form; empty if it is a formula."""
+    plain = _WRAPPED.sub(r"\1", text)
+    return "" if re.search(r"[\\^_{}]", plain) else normalize(plain)
+
+
+def time_of_day(text: str) -> tuple[int, int, str] | None:
+    """Returns hours, minutes and am or pm, or an empty text, of a time such as 3:30; None for any other text."""
+    found = _TIME.fullmatch(words(text))
+    return (int(found[1]), int(found[2]), found[3] or "") if found else None
+
+
+def same_time(one: str, other: str) -> bool:
+    """Returns whether both are the same time; one of them may leave out am or pm."""
+    mine, theirs = time_of_day(one), time_of_day(other)
+    return mine is not None and theirs is not None and mine[:2] == theirs[:2] and {mine[2], theirs[2]} != {"am", "pm"}
+
+
+_CHOSEN = re.compile(
+    rf"(?:{_WORDS_IN}\s*\(?(?P<letter>[A-J])[.:)][\s~]*\}}|\(?(?P<bare>[A-J])[.:)](?=\s))"
+    r"(?:[\s~$]|\\[,;:! ])*(?P<value>[^\s,;](?:.*\S)?)\s*"
+)
+
+
+def choice(text: str) -> tuple[str, str] | None:
+    """Returns letter and value of a choice that has both, such as \\textbf{(D)} 24; None for any other text."""
+    whole = _WRAPPED.fullmatch(text.strip())
+    found = _CHOSEN.fullmatch(whole[1].strip() if whole else text.strip())
+    if not found or re.search(r"[A-J][.:)]|\b(?:and|or)\b", found["value"]):
+        return None
+    return found["letter"] or found["bare"], found["value"]
+
+
+_NAMED = re.compile(r"[\s$]*([A-Za-z])\s*=([^=<>]+)")
+_SPLIT = re.compile(r"[,;]|\\text\s*\{[\s,]*and\s*\}|(?<![A-Za-z\\])and(?![A-Za-z])")
+
+
+def named(text: str) -> dict[str, str]:
+    """Returns the values that an answer such as x=2, y=3 gives to several names; empty if it is no such answer."""
+    parts = [_NAMED.fullmatch(part) for part in _SPLIT.split(text)]
+    values = {part[1]: part[2].strip(" $") for part in parts if part}
+    return values if len(values) == len(parts) > 1 else {}

@@ -4,6 +4,7 @@ Runs only in a worker process: a short answer such as 5^{5^{5^5}} can keep sympy
 limit ends it. math-verify's own time limits (SIGALRM) are off, because they cannot interrupt big-integer arithmetic.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
@@ -15,7 +16,17 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from services.reward.compat.math_verify import refuse_eval
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.latex import in_latex, ratio, without_units
+from services.reward.graders.latex import (
+    both_signs,
+    choice,
+    in_latex,
+    named,
+    ratio,
+    same_time,
+    time_of_day,
+    without_units,
+    words,
+)
 from services.reward.graders.texts import after_reasoning, last_tagged
 
 _SPACES = re.compile(r"\\[,!:; ]|~|\{,\}")
@@ -27,7 +38,7 @@ _SCIENTIFIC = re.compile(
     r"(?:(?P<factor>[-+−]?[0-9., ]{1,99}?)\s*(?:\\times|\\cdot|[×*])\s*)?10\s*\^\s*(?P<power>\{[^{}]+\}|[0-9])"
 )
 _SUBSCRIPT = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?P<base>\{[0-9]+\}|[0-9])")
-_DATE_OR_HOUR = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}|[0-9]{1,2}:00")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 Expression = sympy.Basic | sympy.MatrixBase | str
 
 
@@ -40,13 +51,16 @@ def plain_number(text: str) -> str:
 def compare_texts(gold: str, predicted: str) -> bool | None:
     """Compares equal texts, and two decimal numbers exactly, without a parser; returns None for all others.
 
-    A date or a full hour equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser
-    would compute a difference or divide by 0, and ignore bases.
+    A date or a time equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would
+    compute a difference or a quotient, and ignore bases.
     """
-    if gold == predicted:
+    said = words(gold)
+    if gold == predicted or ("\\" in gold + predicted and len(said) > 1 and said == words(predicted)):
         return True
-    if _DATE_OR_HOUR.fullmatch(gold):
+    if _DATE.fullmatch(gold):
         return False
+    if _is_time(gold):
+        return same_time(gold, predicted)
     bases = _SUBSCRIPT.fullmatch(gold), _SUBSCRIPT.fullmatch(predicted)
     if bases[0] and bases[1] and bases[0]["base"].strip("{}") != bases[1]["base"].strip("{}"):
         return False
@@ -56,6 +70,12 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
     # 17.5% is 17.5 too, as 50% is 50 to math-verify. Below 1 a share is more likely meant, and 0.5% is not 0.5.
     mine, theirs = (_to_decimal(side.rstrip(" %\\")) for side in (gold, predicted))
     return True if mine is not None and mine == theirs and abs(mine) >= 1 else None
+
+
+def _is_time(text: str) -> bool:
+    """Returns whether the text is a time; what may also be a ratio in its lowest terms, such as 4:15, is none."""
+    time = time_of_day(text)
+    return time is not None and (time[2] != "" or time[1] == 0 or math.gcd(*time[:2]) > 1)
 
 
 def _to_decimal(text: str) -> Decimal | None:
@@ -178,9 +198,34 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
 
 
 def _is_answer(text: str, gold: Sequence[Expression], content: str) -> bool:
-    content = plain_number(ratio(without_units(content.strip())))
+    mine, content = _alike(text, content)
+    if mine != text:
+        text, gold = _parse_gold(mine)
+    content = _simple(content)
     same = compare_texts(text, content)
     return _equal(gold, _parse_answer(content)) if same is None else same
+
+
+def _alike(gold: str, content: str) -> tuple[str, str]:
+    """Returns both without what only one of them says: a letter beside the value, or the names of values.
+
+    Values that only one side names have an order: x=2, y=3 is (2, 3), and not (3, 2).
+    """
+    chosen = choice(gold), choice(content)
+    if any(chosen):
+        place = 0 if any(map(_CHOICE.fullmatch, (gold, content))) else 1
+        mine, theirs = (pair[place] if pair else side for pair, side in zip(chosen, (gold, content), strict=True))
+        return mine, theirs
+    names = named(gold), named(content)
+    if names[0] and not names[1]:
+        return f"({', '.join(names[0].values())})", content
+    if names[1] and not names[0]:
+        return gold, ", ".join(names[1][name] for name in sorted(names[1]))
+    return gold, content
+
+
+def _simple(text: str) -> str:
+    return plain_number(ratio(without_units(both_signs(text.strip()))))
 
 
 def boxed(text: str) -> list[str]:
@@ -218,11 +263,11 @@ def _all_boxed(text: str) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
-    text = plain_number(ratio(without_units((", ".join(boxed(answer)) or answer).strip())))
+    text = _simple(", ".join(boxed(answer)) or answer)
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
-    if _DATE_OR_HOUR.fullmatch(text):
+    if _DATE.fullmatch(text) or _is_time(text):
         return text, parsed
     try:
         if not expressions or not _equal(expressions, expressions):
@@ -246,6 +291,7 @@ def _parse_answer(text: str) -> tuple[Expression, ...]:
 
 def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
     """Returns whether any of `gold` equals any of `predicted`. What takes too much stack or is too large is unequal."""
+    gold, predicted = ([_without_point(value) for value in side] for side in (gold, predicted))
     try:
         # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
         if verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True):
@@ -254,6 +300,13 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
     except (RecursionError, OverflowError):
         return False
+
+
+def _without_point(expression: Expression) -> Expression:
+    """Returns x != 0 as the set of all other numbers; math-verify compares it with no inequality."""
+    if isinstance(expression, sympy.Unequality) and expression.lhs.is_Symbol and _is_bound(expression.rhs):
+        return sympy.S.Reals - sympy.FiniteSet(expression.rhs)
+    return expression
 
 
 def _are_far(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:

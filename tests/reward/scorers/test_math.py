@@ -130,6 +130,23 @@ RIGHT = [
     ("512", "it is 2 ** 3 ** 2"),
     ("3/4", "**Answer: 3/4**"),
     ("8", "it is 2**3"),
+    (r"9:00 \text{ a.m.}", r"\boxed{9:00 \text{ AM}}"),
+    (r"\text{3:30 p.m.}", r"\boxed{3:30}"),
+    ("4:15", r"\boxed{8:30}"),
+    (r"\text{July 4}", r"\boxed{July 4}"),
+    (r"\text{B, C}", r"\boxed{\text{B}, \text{C}}"),
+    (r"\textbf{(D)}\ 24", r"\boxed{24}"),
+    (r"\textbf{(D) }24", r"\boxed{\text{D}}"),
+    ("24", r"\boxed{\textbf{(D)}\ 24}"),
+    ("D", r"\boxed{\text{(D) } 24}"),
+    (r"\textbf{(D)}\ \frac{1}{2}", r"\boxed{\mathrm{(D)\ } 0.5}"),
+    ("B", r"\boxed{\text{B. Paris}}"),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\boxed{\frac{1+\sqrt5}{2}, \frac{1-\sqrt5}{2}}"),
+    (r"\frac{-1\pm i\sqrt{3}}{2}", r"\boxed{x = \frac{-1 \pm i\sqrt{3}}{2}}"),
+    ("x=2, y=3", r"\boxed{(2,3)}"),
+    (r"x=2\text{ and }y=3", r"\boxed{y=3, x=2}"),
+    ("(2,3)", r"\boxed{x=2, y=3}"),
+    (r"x\ne0", r"\boxed{(-\infty,0)\cup(0,\infty)}"),
 ]
 
 WRONG = [
@@ -193,6 +210,19 @@ WRONG = [
     (r"\frac{52!}{(13!)^4}", r"\boxed{\frac{52!}{(13!)^4 4!}}"),
     (r"\frac{e^{-50}50^{50}}{50!}", r"\boxed{\frac{e^{-50}50^{49}}{50!}}"),
     (r"\frac{1}{e}-\frac{1}{50!}", r"\boxed{\frac{1}{e}}"),
+    ("3:30", r"\boxed{2:20}"),
+    ("3:30", r"\boxed{\frac{1}{10}}"),
+    (r"9:00 \text{ a.m.}", r"\boxed{9:00 \text{ p.m.}}"),
+    (r"\text{July 4}", r"\boxed{July 5}"),
+    ("D", r"\boxed{\textbf{(C)}\ 24}"),
+    ("24", r"\boxed{\textbf{(D)}\ 25}"),
+    ("A", r"\boxed{\text{(A) and (C)}}"),
+    (r"\frac{1\pm\sqrt{5}}{2}", r"\boxed{\frac{1+\sqrt5}{2}}"),
+    ("x=2, y=3", r"\boxed{(3,2)}"),
+    ("x=2, y=3", r"\boxed{3, 2}"),
+    ("(2,3)", r"\boxed{y=2, x=3}"),
+    (r"x\ne0", r"\boxed{x>0}"),
+    (r"x\ne0", r"\boxed{x\ne1}"),
 ]
 
 
