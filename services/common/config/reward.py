@@ -180,7 +180,7 @@ class RemoteConfig(BaseScorerConfig):
 
 class JudgeConfig(RemoteConfig):
     kind: Literal["judge"] = "judge"
-    """Ask a language model behind an OpenAI-compatible chat-completions URL for the score."""
+    """Ask a language model behind an OpenAI-compatible URL, such as https://HOST/v1/chat/completions, for the score."""
     model: str = Field(min_length=1)
     """Name of the judge model on the server."""
     template: str
@@ -203,6 +203,8 @@ class JudgeConfig(RemoteConfig):
 
     def check_rules(self) -> None:
         super().check_rules()
+        if self.url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"url: must be that of chat completions itself: {self.url.rstrip('/')}/chat/completions")
         if "completion" not in [field for _, field in parse_template(self.template)]:
             raise ValueError("template: must have the field {completion}; without it all samples look the same")
         try:
