@@ -257,7 +257,8 @@ class Gsm8kConfig(BaseScorerConfig):
     """Score 1 if the number after the completion's last #### equals the answer's, else 0. A heading of Markdown
     (#### Conclusion, #### Step 2: ...) is no marker, and an exponent, an index or a name such as CO2 is no number."""
     require_marker: bool = False
-    """Score 0 if the completion has no ####. With false, the completion's last number is used instead."""
+    """Score 0 if the completion has no ####. With false, the number in the completion's last \\boxed{} is used instead,
+    or else its last number."""
 
 
 class MathConfig(BaseScorerConfig):

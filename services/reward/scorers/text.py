@@ -78,6 +78,7 @@ _NUMBER = re.compile(
 )
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
+_BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _SPACES = re.compile(r"\\[!,;: ](?=[0-9]{3})")
 # After a marker, where the answer stands, a minus in front is no dash, and digits in groups of three are one number.
 _MINUS = re.compile(r"\A([\s*$]*-)\s+(?=\\?\$?\.?[0-9])")
@@ -121,23 +122,27 @@ class Gsm8kScorer(Scorer):
 
 
 def _final_number(text: str) -> tuple[Decimal | Fraction | None, bool]:
-    """Returns the first number after the last marker, on its line, else the last number; and whether a marker gave it.
+    """Returns the first number after the last marker, on its line, and whether there is a marker.
 
-    Of an equation after the marker, such as 48 + 24 = 72, it is the first number behind the last equals sign.
-
-    A last line of `####` without a number gives none.
+    Without a marker it is the first number in the last \\boxed{}, else the last number. A last line of `####` without a
+    number gives none.
     """
     text = _SPACES.sub("", with_fractions(text).replace("{,}", ",")).rstrip()
     text = _FRACTION.sub(lambda found: f"{'' if found['whole'] is None else ' '}{found[2]}/{found[3]}", text)
     for marker in reversed(list(_MARKER.finditer(text))):
         line, more, _ = text[marker.end() :].partition("\n")
         if not more or not _is_heading(line):
-            result = line.rpartition("=")[2]
-            line = result if _EQUATION.match(line) and re.search("[0-9]", result) else line
-            line = _GROUPS.sub(lambda number: number[0].replace(" ", ""), _MINUS.sub(r"\1", line))
-            return _value(next(_numbers(line), None)), True
-    last = max(_numbers(text), key=re.Match.start, default=None)
+            return _value(_result(line)), True
+    box = max(_BOX.finditer(text), key=re.Match.start, default=None)
+    last = (_result(box[1]) if box else None) or max(_numbers(text), key=re.Match.start, default=None)
     return _value(last), False
+
+
+def _result(line: str) -> re.Match[str] | None:
+    """Returns the first number of a line; of an equation, such as 48 + 24 = 72, the first behind the last `=`."""
+    result = line.rpartition("=")[2]
+    line = result if _EQUATION.match(line) and re.search("[0-9]", result) else line
+    return next(_numbers(_GROUPS.sub(lambda number: number[0].replace(" ", ""), _MINUS.sub(r"\1", line))), None)
 
 
 def _is_heading(line: str) -> bool:

@@ -61,7 +61,7 @@ async def test_what_is_taken_from_an_answer_may_be_the_answer(open_run, make_ite
     assert await score(open_run, item, kind="answer", answers_key="answers") == expected
 
 
-@pytest.mark.parametrize("part", [" ", "\t", "`", "~", "1", "-", "answer ", "**", '"', "#", "1,"])
+@pytest.mark.parametrize("part", [" ", "\t", "`", "~", "1", "-", "answer ", "**", '"', "#", "1,", "\\boxed{", "{"])
 def test_no_text_of_a_policy_takes_more_than_linear_time(part: str) -> None:
     """These run on the service's event loop. Quadratic time would take minutes, and end this test."""
     for begin, end in (("", "x"), ("#### answer", "x\nmore"), ("```python\n", "\nprint(1)\n```"), ("```\nx", "y")):
@@ -162,6 +162,11 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("#### 72 (6*12=72, 2+3=5)", "72", 1),
         (r"It is \frac{7}{2}", "3.5", 1),
         (r"#### -3\frac{1}{2}", "-3.5", 1),
+        (r"She makes $\boxed{42}$ dollars in 2 days.", "42", 1),
+        (r"\boxed{41}, no: \boxed{42\text{ days}}. (Step 2)", "42", 1),
+        (r"\boxed{2 \times 21 = 42} of 50", "42", 1),
+        (r"\boxed{\frac{1}{2}} of 3", "0.5", 1),
+        (r"It is 42, not \boxed{}", "42", 1),
         ("#### 8 x 9 = 72", "72", 1),
         ("#### 8 x 9 = 72", "8", 0),
         ("#### 48 in April + 24 in May = 72", "72", 1),
