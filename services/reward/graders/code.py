@@ -149,7 +149,7 @@ def find_program(completion: str, *, require_fence: bool) -> str | None:
 def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
     """Parses the tests of a dataset row. Raises ScoringError INVALID_ANSWER if they have none of the forms above."""
     try:
-        tests = json.loads(tests, parse_int=to_int) if isinstance(tests, str) else tests
+        tests = _from_text(tests) if isinstance(tests, str) else tests
         if isinstance(tests, list):
             tests = {"asserts": tests}
         tests = {key: value for key, value in tests.items() if value is not None}  # a table has all keys in all rows
@@ -171,6 +171,14 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
     except (ValueError, TypeError, AttributeError, ImportError, SyntaxError, RecursionError) as error:
         raise ScoringError(FailureReason.INVALID_ANSWER, f"tests: {type(error).__name__}: {error}"[:500]) from error
     return Tests(setup, parsed)
+
+
+def _from_text(tests: str) -> Any:
+    try:
+        return json.loads(tests, parse_int=to_int)
+    except json.JSONDecodeError as error:
+        forms = 'code is {"script": CODE} or ["assert ...", ...]'
+        raise ValueError(f"{tests!r:.80} is not JSON ({error}); {forms}") from error
 
 
 def _read_pairs(inputs: list, outputs: list, setup: str, tolerance: float) -> list[Test]:

@@ -266,6 +266,7 @@ async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, 
      ({"script": "async def test_add():\n    assert add(2, 3) == 5"}, "nothing runs test_add.*call it"),
      ({"script": "class TestAdd:\n    def setup_method(self): pass\n    def test(self): assert f() == 5"},
       "nothing runs setup_method.*call it"),
+     ("def check(f): assert f(2) == 5", r'is not JSON .*; code is {"script": CODE} or'),
      ({"script": "# to do"}, "write an assert statement"), ({"script": ""}, "write an assert statement"),
      (["assert add(1, 1) == 2", "add(2, 3) == 5"], r"nothing checks `add\(2, 3\) == 5`: write assert before it")],
 )  # fmt: skip
