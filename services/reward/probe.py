@@ -40,8 +40,9 @@ from services.reward.environments.episode import EpisodeContext
 from services.reward.environments.servicer import KINDS, EpisodeTable
 from services.reward.errors import ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.run import ScoringRun
+from services.reward.run import Outcome, ScoringRun
 from services.reward.sandbox import Limits, Sandbox
+from services.reward.scorers.base import Item
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
 
@@ -59,16 +60,26 @@ async def sandbox(requests: Requests) -> Answers:
 
 
 async def scorers(requests: Requests) -> Answers:
-    """Starts a worker for each scorer of kind python, as a run does. The request is the section `reward`, as text."""
+    """Starts scorers with one worker each, and scores samples.
+
+    A request has the section `reward`, as text, and `groups`, each a list of the fields of `Item`. The answer has
+    `outcomes`, for each sample its `reward`, or why it has none as `failure`.
+    """
     async for request in requests:
-        config = parse_json(RewardConfig, request)
-        named = tuple(scorer for scorer in config.scorers if scorer.kind == "python")
-        run = ScoringRun(config.model_copy(update={"scorers": named, "num_workers": 1}))
+        run = ScoringRun(parse_json(RewardConfig, request["reward"]).model_copy(update={"num_workers": 1}))
         try:
             await run.open()
+            groups = [[Item(**fields) for fields in group] for group in request["groups"]]
+            scored = [outcome for group in groups for outcome in await run.score(group)]
         finally:
             await run.close()
-        yield {}
+        yield {"outcomes": [_told(outcome) for outcome in scored]}
+
+
+def _told(outcome: Outcome) -> dict[str, object]:
+    if why := outcome.failure:
+        return {"failure": f"{why.scorer} fails with {why.reason}: {why.detail}"}
+    return {"reward": outcome.reward}
 
 
 async def environment(requests: Requests) -> Answers:

@@ -18,7 +18,7 @@ from services.coordinator.doctor.finding import Finding, Verdict, show_findings
 from services.coordinator.doctor.host import examine_host
 from services.coordinator.doctor.inputs import examine_environment, examine_inputs
 from services.coordinator.doctor.services import check_broadcast, examine_services
-from services.coordinator.doctor.settings import examine_settings
+from services.coordinator.doctor.settings import examine_scorers, examine_settings
 from services.coordinator.fleet.launch import Addresses, started_ranks
 from services.coordinator.fleet.membership import read_source, source_of
 from services.coordinator.rl.session import Dataset
@@ -156,4 +156,5 @@ def _of_run(config: AnyConfig, addresses: Addresses, absent: Sequence[Finding]) 
     yield from examine_resume(config)
     if isinstance(config, Config):
         yield from examine_colocated(config, addresses)
+        yield from examine_scorers(config, addresses, loaded[0].train.prompts if loaded else ())
         yield from examine_environment(config, addresses, loaded[0] if loaded else None)

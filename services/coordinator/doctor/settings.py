@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from services.common.config.load import AnyConfig
 from services.common.config.operation import ObservabilityConfig, TrackerConfig
+from services.common.config.reward import RewardConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed
@@ -20,9 +21,10 @@ from services.common.families.supported import rope_kinds, text_of
 from services.common.memory import MEMINFO, host_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
+from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
-from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, problem
+from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, Probe, problem
 from services.coordinator.observe.reporters import make_metrics, open_otel
 from services.coordinator.observe.trackers import without_store
 from services.coordinator.planning.memory import rank_memory
@@ -30,14 +32,14 @@ from services.coordinator.planning.plan import check_model, planned_model
 
 _PROBE_TIMEOUT_S = 600.0  # importing vLLM takes minutes on a busy host
 _GIB = 2**30
+_ELSEWHERE = ("judge", "http", "model")  # a call of these costs, or needs what this host may lack
+_NUM_TRIED_ROWS = 4
 _NEVER_LONGER = {"default", "llama3"}  # rotary embeddings with which every vLLM keeps to max_position_embeddings
 
 
 def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
     """Checks the settings of the services that would be started here."""
     if isinstance(config, Config):
-        if not addresses.reward and any(scorer.kind == "python" for scorer in config.reward.scorers):
-            yield check_scorers(config)
         if starts_replicas(config, addresses) and config.rollout.engine:
             yield check_engine(config)
         speculation = config.rollout.speculation
@@ -55,13 +57,58 @@ def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Findin
             yield from check_memory(config, MEMINFO)
 
 
-def check_scorers(config: Config) -> Finding:
-    """Checks that the scorers of kind python can be imported and take their arguments, in workers as in a run."""
-    paths = ", ".join(scorer.path for scorer in config.reward.scorers if scorer.kind == "python")
-    if why := problem(SCORERS, config.reward.model_dump_json(), _PROBE_TIMEOUT_S):
+def examine_scorers(config: Config, addresses: Addresses, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Starts the scorers of a run that starts its reward service here, and lets them score the first rows."""
+    here = tuple(scorer for scorer in config.reward.scorers if scorer.kind not in _ELSEWHERE)
+    if here and not addresses.reward:
+        # What a policy may write: the answer itself, and nothing. In an environment, a completion is an episode.
+        rows = [] if config.environment else [_item(prompt) for prompt in prompts[:_NUM_TRIED_ROWS]]
+        groups = [[row, {**row, "completion": "", "num_tokens": 0}] for row in rows]
+        yield check_scorers(config.reward.model_copy(update={"scorers": here}), groups)
+
+
+def _item(prompt: Prompt) -> dict[str, object]:
+    answer = prompt.answer or ""
+    return {
+        "prompt": prompt.text,
+        "answer": answer,
+        "extra": prompt.extra,
+        "completion": answer,
+        "num_tokens": len(answer.split()),
+        "finish_reason": "stop",
+        "messages": prompt.messages if prompt.messages[0]["role"] else (),
+    }
+
+
+def check_scorers(reward: RewardConfig, groups: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finding:
+    """Checks that scorers start, in workers as in a run, and that they can score `groups` of samples.
+
+    The first sample of each group must have a reward. Only a warning says that others, or some of the first, have none.
+    """
+    paths = [scorer.path for scorer in reward.scorers if scorer.kind == "python"]
+    try:
+        with Probe(SCORERS) as probe:
+            request = {"reward": reward.model_dump_json(), "groups": groups}
+            outcomes = probe.ask(request, _PROBE_TIMEOUT_S)["outcomes"]
+    except LockstepError as error:
         fix = "run in the directory from which the module can be imported, or install it where the reward service runs"
-        return Finding("scorers", why, Verdict.FAIL, fix_of(why, fix, "path and kwargs in reward.scorers"))
-    return Finding("scorers", f"imported {paths}")
+        fix = fix_of(error.message, fix, "path and kwargs in reward.scorers") if paths else "correct reward.scorers"
+        return Finding("scorers", error.message, Verdict.FAIL, fix)
+    samples = [sample for group in groups for sample in group]
+    failed = [(sample, one["failure"]) for sample, one in zip(samples, outcomes, strict=True) if "failure" in one]
+    if not failed:
+        found = [f"imported {path}" for path in paths] or ["started"]
+        rewards = ", ".join(f"{outcome['reward']:g}" for outcome in outcomes[::2])
+        found += [f"the answers of the first rows have rewards {rewards}"] if rewards else []
+        return Finding("scorers", "; ".join(found))
+    sample, why = failed[0]
+    which = f"for the completion {sample['completion']!r:.80} of the prompt {sample['prompt']!r:.80}"
+    return Finding(
+        "scorers",
+        f"{why}, {which}; {len(failed)} of {len(samples)} samples made of the first rows fail",
+        Verdict.FAIL if all("failure" in outcome for outcome in outcomes[::2]) else Verdict.WARN,
+        "correct the function, if it is yours, or the rows" if paths else "correct the rows",
+    )
 
 
 Function = tuple[str, Sequence[str], Mapping[str, object]]

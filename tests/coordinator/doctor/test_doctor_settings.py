@@ -11,7 +11,7 @@ from services.common import process as extras
 from services.common.config.run import Config
 from services.common.import_path import load_function
 from services.coordinator.doctor import settings
-from services.coordinator.doctor.finding import Finding
+from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.inputs import examine_inputs, shown
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe import trackers
@@ -23,7 +23,7 @@ from tests.support import ROOT
 def check_scorer(name: str, **kwargs: object) -> Finding:
     path = f"tests.reward.reward_functions:{name}"
     scorers = [{"kind": "exact"}, {"kind": "python", "path": path, "kwargs": kwargs}]
-    return settings.check_scorers(config_with(reward={"scorers": scorers}))
+    return settings.check_scorers(config_with(reward={"scorers": scorers}).reward)
 
 
 def test_scorers_are_imported() -> None:
@@ -36,7 +36,30 @@ def test_scorers_are_imported() -> None:
 def test_scorers_that_cannot_be_imported_are_named() -> None:
     assert_fails(check_scorer("is_nowhere"), FAIL, "no attribute 'is_nowhere'", "correct your code, or path")
     nowhere = config_with(reward={"scorers": [{"kind": "python", "path": "no_such_module:score"}]})
-    assert_fails(settings.check_scorers(nowhere), FAIL, "No module named", "from which the module can be imported")
+    assert_fails(
+        settings.check_scorers(nowhere.reward), FAIL, "No module named", "from which the module can be imported"
+    )
+
+
+def sample(completion: str) -> dict[str, object]:
+    row = {"prompt": "6*7=", "answer": "42", "extra": {}}
+    return {**row, "completion": completion, "num_tokens": 1, "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "result"),
+    [
+        ("with_bonus", OK, "the answers of the first rows have rewards 1, 1"),
+        ("not_a_number", FAIL, "python fails with ERROR"),
+        ("as_written", FAIL, "KeyError: 'written', for the completion '42' of the prompt '6*7='; 4 of 4 samples"),
+        ("close_to", WARN, "for the completion '' of the prompt '6*7='; 2 of 4 samples"),
+    ],
+)
+def test_scorers_score_the_first_rows(name: str, verdict: Verdict, result: str) -> None:
+    scorers = [{"kind": "exact"}, {"kind": "python", "path": f"tests.reward.reward_functions:{name}"}]
+    reward = config_with(reward={"scorers": scorers}).reward
+    finding = settings.check_scorers(reward, [[sample("42"), sample("")]] * 2)
+    assert (finding.verdict, result in finding.result) == (verdict, True), finding
 
 
 def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
