@@ -200,13 +200,11 @@ class Sandbox:
         job: dict[str, object] = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
         job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        starting = asyncio.create_task(self._start(json.dumps(job).encode(), b"".join(lines)))
-        try:
-            process, info = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
-            with contextlib.suppress(ScoringError):
-                await end_namespace(*await starting, None)
-            raise
+        limit = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
+        streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "limit": limit}
+        with contextlib.ExitStack() as files:
+            passed = [memory_file(data, files) for data in (json.dumps(job).encode(), b"".join(lines))]
+            process, info = await self._start("harness", passed, **streams)
         pidfd = None
         try:
             await _wait_until_ready(process)
@@ -216,31 +214,42 @@ class Sandbox:
         finally:
             await end_namespace(process, info, pidfd)
 
-    async def _start(self, job: bytes, tests: bytes) -> tuple[asyncio.subprocess.Process, int]:
-        """Starts bwrap. Returns its process, and the read end of the pipe on which it reports its first child's pid."""
+    async def _start(
+        self, module: str, passed: Sequence[int], *, has_loopback: bool = False, **streams: int
+    ) -> tuple[asyncio.subprocess.Process, int]:
+        """Starts bwrap, which runs `main` of a module of services/reward/sandboxed with descriptors as arguments.
+
+        Returns its process, and the read end of the pipe on which it reports its first child's pid.
+        """
         info, info_write = os.pipe()
         with contextlib.ExitStack() as files:
             files.callback(os.close, info_write)
-            job_file, tests_file, filter_file = (memory_file(data, files) for data in (job, tests, filter_program()))
-            harness = python_call("harness", job_file, tests_file)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--", *harness],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
+            filter_file = memory_file(filter_program(has_loopback=has_loopback), files)
+            starting = asyncio.create_task(
+                asyncio.create_subprocess_exec(
+                    *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
+                    *_python_call(module, *passed),
                     stderr=asyncio.subprocess.PIPE,
-                    limit=6 * self._limits.max_output_bytes + 4096,  # JSON encodes a control character as 6 bytes
-                    pass_fds=(job_file, tests_file, filter_file, info_write),
+                    pass_fds=(*passed, filter_file, info_write),
                     start_new_session=True,
                     cwd="/",
                     env={},
+                    **streams,
                 )
-            except BaseException as error:
-                os.close(info)
-                if isinstance(error, OSError):
-                    raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
+            )
+            try:
+                return await asyncio.shield(starting), info
+            except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
+                await asyncio.wait({starting})
+                files.close()  # or it would never end what `end_namespace` reads
+                if starting.exception():
+                    os.close(info)
+                else:
+                    await end_namespace(starting.result(), info, None)
                 raise
-        return process, info
+            except OSError as error:
+                os.close(info)
+                raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
 
     def _as_nobody(self) -> list[str]:
         """Returns a command prefix that drops root, because RLIMIT_NPROC does not limit root, even in user namespaces.
@@ -280,8 +289,7 @@ class Sandbox:
         return folder
 
 
-def python_call(module: str, *files: int) -> list[str]:
-    """Returns the command that runs `main` of a module of services/reward/sandboxed with descriptors as arguments."""
+def _python_call(module: str, *files: int) -> list[str]:
     source = f"services.reward.sandboxed.{module}"
     begin = f"import sys; sys.path.insert(0, {_CODE!r}); from {source} import main; del sys.path[0]; "
     return [PYTHON, *_ISOLATED, "-c", f"{begin}main({', '.join(map(str, files))})"]

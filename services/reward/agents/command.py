@@ -19,16 +19,7 @@ from services.common.config.environment import AgentEnvironmentConfig, prompt_te
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
-from services.reward.sandbox import (
-    START_TIMEOUT_S,
-    Limits,
-    Sandbox,
-    end_namespace,
-    filter_program,
-    first_process,
-    memory_file,
-    python_call,
-)
+from services.reward.sandbox import START_TIMEOUT_S, Limits, Sandbox, end_namespace, first_process, memory_file
 from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, WORKSPACE
 
 log = logging.getLogger(__name__)
@@ -161,16 +152,22 @@ class AgentSandbox(Sandbox):
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        starting = asyncio.create_task(self._begin({**job, "rlimits": rlimits}))
-        try:
-            process, info, result_fd, line = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
-            with contextlib.suppress(EpisodeError):
-                process, info, result_fd, line = await starting
+        streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.DEVNULL}
+        result_fd, result_write = os.pipe()
+        line, line_inside = socket.socketpair()
+        with contextlib.ExitStack() as files:
+            files.callback(os.close, result_write)
+            files.enter_context(line_inside)
+            job_file = memory_file(json.dumps({**job, "rlimits": rlimits}).encode(), files)
+            passed = job_file, result_write, line_inside.fileno()
+            try:
+                process, info = await self._start("agent", passed, has_loopback=True, **streams)
+            except BaseException as error:
                 os.close(result_fd)
                 line.close()
-                await end_namespace(process, info, None)
-            raise
+                if isinstance(error, ScoringError):
+                    raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
+                raise
         first = asyncio.ensure_future(asyncio.to_thread(first_process, info))  # which can read it only once
         reading = asyncio.create_task(_read(result_fd, self._result_bytes))
         try:
@@ -187,38 +184,6 @@ class AgentSandbox(Sandbox):
             await asyncio.shield(asyncio.ensure_future(_end(process, info, first)))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-
-    async def _begin(self, job: Mapping[str, object]) -> tuple[asyncio.subprocess.Process, int, int, socket.socket]:
-        """Starts bwrap. Returns its process, and what the descriptors of its info, result and socket arrive at."""
-        (info, info_write), (result, result_write) = os.pipe(), os.pipe()
-        line, line_inside = socket.socketpair()
-        with contextlib.ExitStack() as files:
-            files.callback(os.close, info_write)
-            files.callback(os.close, result_write)
-            files.enter_context(line_inside)
-            job_file = memory_file(json.dumps(job).encode(), files)
-            filter_file = memory_file(filter_program(has_loopback=True), files)
-            passed = job_file, result_write, line_inside.fileno()
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
-                    *python_call("agent", *passed),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    pass_fds=(*passed, filter_file, info_write),
-                    start_new_session=True,
-                    cwd="/",
-                    env={},
-                )
-            except BaseException as error:
-                os.close(info)
-                os.close(result)
-                line.close()
-                if isinstance(error, OSError):
-                    raise EpisodeError(EnvironmentFailure.CRASHED, f"bwrap does not start: {error}") from error
-                raise
-        return process, info, result, line
 
 
 def _receive_socket(line: socket.socket) -> socket.socket | None:
