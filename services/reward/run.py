@@ -4,14 +4,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.scorers.base import Item, PythonScorer, Scorer, expected
+from services.reward.scorers.base import Item, PythonScorer, Scorer, gather_scores
 from services.reward.scorers.code import CodeScorer
 from services.reward.scorers.model import HttpScorer, JudgeScorer, ModelScorer
 from services.reward.scorers.text import AnswerScorer, ExactScorer, FormatScorer, Gsm8kScorer, LengthScorer, MathScorer
@@ -34,25 +34,16 @@ SCORERS: dict[str, Callable[..., Scorer]] = {
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a sample has no reward, and which scorer failed."""
-
-    reason: FailureReason
-    scorer: str
-    detail: str
-    traceback: str = ""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A sample's reward, or the first failure in config order; `components` has the scores that succeeded.
 
     A scorer of weight 0 only records, so that its failure is none of the sample.
     """
 
-    reward: float = 0.0
-    components: dict[str, float] = field(default_factory=dict)
-    failure: Failure | None = None
+    reward: float
+    components: dict[str, float]
+    failure: ScoringError | None
+    failed_scorer: str
 
 
 class ScoringRun:
@@ -80,23 +71,23 @@ class ScoringRun:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Scores one prompt group with all scorers concurrently. Returns one outcome per item, in order."""
-        scored = await asyncio.gather(*(s.score_group(items) for s in self._scorers), return_exceptions=True)
-        columns = [[c] * len(items) if isinstance(c, ScoringError) else c for c in expected(scored)]
+        scored = await gather_scores(scorer.score_group(items) for scorer in self._scorers)
+        columns = [[column] * len(items) if isinstance(column, ScoringError) else column for column in scored]
         return [self._combine([column[index] for column in columns]) for index in range(len(items))]
 
     async def close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:
-        components, failure = dict[str, float](), None
+        components, failure, failed_scorer = dict[str, float](), None, ""
         for config, result in zip(self._config.scorers, results, strict=True):
             outcome = "scored"
             if isinstance(result, ScoringError):
                 outcome = result.reason.lower()
-                if config.weight:
-                    failure = failure or Failure(result.reason, config.component, result.detail, result.traceback)
-                else:
+                if not config.weight:
                     log.warning("scorer %s, whose weight is 0, failed: %s", config.component, result.detail)
+                elif failure is None:
+                    failure, failed_scorer = result, config.component
             else:
                 components[config.component] = result
             self._metrics.scores.labels(config.component, outcome).inc()
@@ -104,5 +95,5 @@ class ScoringRun:
         reward = weighted_sum((scorer.weight, components[scorer.component]) for scorer in scored)
         if not failure and not math.isfinite(reward):  # each score is finite, but not their weighted sum
             detail = f"the weighted sum of {components} is {reward}: lower the weights or the scale of the scores"
-            failure = Failure(FailureReason.ERROR, " + ".join(components), detail)
-        return Outcome(0.0 if failure else reward, components, failure)
+            failure, failed_scorer = ScoringError(FailureReason.ERROR, detail), " + ".join(components)
+        return Outcome(0.0 if failure else reward, components, failure, failed_scorer)

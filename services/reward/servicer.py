@@ -118,8 +118,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             self._metrics.queue.dec(len(items))
         for sample, outcome in enumerate(outcomes):
             if failure := outcome.failure:
-                text = f"scorer {failure.scorer}: {failure.reason}: {failure.detail}"
-                text += self._tracebacks.once(failure.traceback)
+                text = f"scorer {outcome.failed_scorer}: {failure}{self._tracebacks.once(failure.traceback)}"
                 with within(group=request.prompt_id, sample=sample):
                     log.warning("prompt %s sample %d: %s", request.prompt_id, sample, text)
         return seal(request, pb.ScoreResponse(scores=map(_to_message, outcomes), scorer=scorer))
@@ -171,7 +170,7 @@ def _left_behind(candidate: pb.Candidate) -> dict[str, object]:
 
 def _to_message(outcome: Outcome) -> pb.Score:
     score = pb.Score(reward=outcome.reward, components=outcome.components)
-    if outcome.failure:
-        reason = f"FAILURE_REASON_{outcome.failure.reason}"
-        score.failure.CopyFrom(pb.Failure(reason=reason, scorer=outcome.failure.scorer, message=outcome.failure.detail))
+    if failure := outcome.failure:
+        reason = f"FAILURE_REASON_{failure.reason}"
+        score.failure.CopyFrom(pb.Failure(reason=reason, scorer=outcome.failed_scorer, message=failure.detail))
     return score

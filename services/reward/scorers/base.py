@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,16 +57,16 @@ class Scorer:
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
         """Returns a finite raw score or an error per item, in order. Raises ScoringError if no item has a score."""
-        return expected(await asyncio.gather(*(self.score(item) for item in items), return_exceptions=True))
+        return await gather_scores(self.score(item) for item in items)
 
     async def close(self) -> None:
         """Closes the scorer; scores in progress fail as CRASHED."""
 
 
-def expected(results: Sequence[Result | BaseException]) -> list[Result | ScoringError]:
-    """Returns the results if every error among them is a ScoringError; raises the first other one."""
+async def gather_scores(scores: Iterable[Awaitable[Result]]) -> list[Result | ScoringError]:
+    """Awaits all at the same time. Returns their results and ScoringErrors; raises the first other error."""
     checked: list[Result | ScoringError] = []
-    for result in results:
+    for result in await asyncio.gather(*scores, return_exceptions=True):
         if isinstance(result, BaseException) and not isinstance(result, ScoringError):
             raise result
         checked.append(result)

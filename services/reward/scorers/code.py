@@ -10,7 +10,7 @@ from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.code import Tests, find_program, read_tests
 from services.reward.graders.texts import unindent
 from services.reward.sandbox import Limits, Sandbox
-from services.reward.scorers.base import Item, Scorer, expected, share_s
+from services.reward.scorers.base import Item, Scorer, gather_scores, share_s
 
 
 class CodeScorer(Scorer):
@@ -43,8 +43,7 @@ class CodeScorer(Scorer):
         slots = self._config.max_concurrent
         limit_s = share_s(self._group_timeout_s, num_samples=len(items), num_slots=slots)
         limit_s = min(limit_s, self._config.program_timeout_s)
-        scores = (self._score(item, limit_s) for item in items)
-        return expected(await asyncio.gather(*scores, return_exceptions=True))
+        return await gather_scores(self._score(item, limit_s) for item in items)
 
     async def _score(self, item: Item, limit_s: float) -> float:
         """Returns a score from 0.0 to 1.0. Tests that have not ended `limit_s` after the start have failed."""

@@ -1,6 +1,5 @@
 """Scores a completion by comparing text with the answer, by its format or by its length."""
 
-import asyncio
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from services.common.config.reward import (
 )
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.texts import after_reasoning, last_tagged, normalize, with_fractions
-from services.reward.scorers.base import Item, Scorer, WorkerScorer, expected, share_s
+from services.reward.scorers.base import Item, Scorer, WorkerScorer, gather_scores, share_s
 
 
 class ExactScorer(Scorer):
@@ -197,8 +196,7 @@ class MathScorer(WorkerScorer):
         return [zero if self._is_bomb(results[index]) else results[index] for index in range(len(items))]
 
     async def _grade_all(self, items: Sequence[Item], limit_s: float) -> list[float | ScoringError]:
-        calls = (self._pool.call({**item.fields(), **self._kwargs}, limit_s) for item in items)
-        return expected(await asyncio.gather(*calls, return_exceptions=True))
+        return await gather_scores(self._pool.call({**item.fields(), **self._kwargs}, limit_s) for item in items)
 
     def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:
         """Returns whether the text may have taken all time or memory of a worker."""

@@ -80,7 +80,7 @@ async def test_the_version_follows_what_decides_the_score(open_run):
 async def test_an_answer_without_a_score_is_an_error_and_not_asked_for_again(open_run, make_item, answer, words):
     async with served(in_turn(answer)) as end, open_run(judge(end.url), {"kind": "exact"}) as run:
         (outcome,) = await run.score([make_item("a", "a")])
-    assert (outcome.failure.reason, outcome.failure.scorer, len(end.bodies)) == (FailureReason.ERROR, "judge", 1)
+    assert (outcome.failure.reason, outcome.failed_scorer, len(end.bodies)) == (FailureReason.ERROR, "judge", 1)
     assert words in outcome.failure.detail
     assert outcome.components == {"exact": 1.0}
 

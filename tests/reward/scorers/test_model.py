@@ -182,7 +182,7 @@ async def test_in_its_worker_beside_other_scorers(open_run, make_item, reward_mo
     truth = [expected(path, prompt + completion) for prompt, completion in PAIRS]
     assert [outcome.components["model"] for outcome in outcomes[:-1]] == close(truth)
     assert outcomes[0].reward == close(2 * truth[0] + 1)
-    assert (outcomes[-1].failure.scorer, outcomes[-1].components) == ("model", {"exact": 0.0})
+    assert (outcomes[-1].failed_scorer, outcomes[-1].components) == ("model", {"exact": 0.0})
     assert described == f"model {scorer_of(path)[1]} x 2 + exact 2 x 1"
 
 
