@@ -18,6 +18,14 @@ async def gather(coroutines: Iterable[Coroutine[object, Never, Result]]) -> list
     return [task.result() for task in tasks]
 
 
+def keep(tasks: set[asyncio.Task[Result]], coroutine: Coroutine[object, Never, Result]) -> asyncio.Task[Result]:
+    """Runs the coroutine as a task that `tasks` has until it ends, as asyncio itself keeps no task alive."""
+    task = asyncio.create_task(coroutine)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
     """Yields a TaskGroup; the first failure, in a task or in the block, is raised as it is, not in a group."""

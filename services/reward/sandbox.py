@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.reward.errors import FailureReason, ScoringError
 
@@ -73,6 +74,15 @@ def filter_program(*, has_loopback: bool = False) -> bytes:
         raise ScoringError(FailureReason.ERROR, f"no system call filter for {machine}: use x86_64 or aarch64")
     allowed = {"socket", "memfd_create"} if has_loopback else set()
     denied = (*(number for name, number in _DENIED[machine].items() if name not in allowed), *_DENIED_EVERYWHERE)
+    only_families = [  # AF_UNIX, AF_INET and AF_INET6: AF_VSOCK would reach the host
+        (_JUMP_EQUAL, 0, 6, _DENIED[machine]["socket"]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_JUMP_EQUAL, 3, 0, 1),
+        (_JUMP_EQUAL, 2, 0, 2),
+        (_JUMP_EQUAL, 1, 0, 10),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     instructions = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
@@ -83,7 +93,7 @@ def filter_program(*, has_loopback: bool = False) -> bytes:
         # clone3 has its flags in memory, which a filter cannot read. With ENOSYS, libc falls back to clone.
         *_when(_CLONE3, errno.ENOSYS),
         *(step for number in denied for step in _when(number, errno.EPERM)),
-        *(_only_families(_DENIED[machine]["socket"]) if has_loopback else ()),
+        *(only_families if has_loopback else ()),
         (_JUMP_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
         (_JUMP_ANY_BIT, 0, 1, _CLONE_NEW),
@@ -95,19 +105,6 @@ def filter_program(*, has_loopback: bool = False) -> bytes:
 
 def _when(number: int, error: int) -> list[tuple[int, int, int, int]]:
     return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
-
-
-def _only_families(socket_number: int) -> list[tuple[int, int, int, int]]:
-    """Allows the system call `socket` for AF_UNIX, AF_INET and AF_INET6 only: AF_VSOCK would reach the host."""
-    return [
-        (_JUMP_EQUAL, 0, 6, socket_number),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
-        (_JUMP_EQUAL, 3, 0, 1),
-        (_JUMP_EQUAL, 2, 0, 2),
-        (_JUMP_EQUAL, 1, 0, 10),
-        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
 
 
 START_TIMEOUT_S = 30.0  # for bwrap and the interpreter, which take about 30 ms on an idle machine
@@ -201,7 +198,11 @@ class Sandbox:
         job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
         limit = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
-        streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "limit": limit}
+        streams: dict[str, Any] = {
+            "stdin": asyncio.subprocess.DEVNULL,
+            "stdout": asyncio.subprocess.PIPE,
+            "limit": limit,
+        }
         with contextlib.ExitStack() as files:
             passed = [memory_file(data, files) for data in (json.dumps(job).encode(), b"".join(lines))]
             process, info = await self._start("harness", passed, **streams)
@@ -215,7 +216,7 @@ class Sandbox:
             await end_namespace(process, info, pidfd)
 
     async def _start(
-        self, module: str, passed: Sequence[int], *, has_loopback: bool = False, **streams: int
+        self, module: str, passed: Sequence[int], *, has_loopback: bool = False, **streams: Any
     ) -> tuple[asyncio.subprocess.Process, int]:
         """Starts bwrap, which runs `main` of a module of services/reward/sandboxed with descriptors as arguments.
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.import_path import require_takes
 from services.reward.agents.base import CalledRunner, Part
-from services.reward.environments.executor import MAX_REPLY_BYTES, in_thread
-from services.reward.environments.pool import EpisodePool, worker_target
-from services.reward.errors import EnvironmentFailure, EpisodeError
+from services.reward.environments.executor import MAX_REPLY_BYTES, in_thread, invalid_reply
+from services.reward.environments.pool import EpisodePool
+from services.reward.errors import EnvironmentFailure
 from services.reward.processes import child
 from services.reward.processes.child import Executor, Reply
 
@@ -33,7 +33,7 @@ class FunctionExecutor(Executor):
         text = await _call(self._function, call["fields"])
         if text is not None and not isinstance(text, str):
             detail = f"the agent returned {text!r:.200}: return its final text, or None"
-            raise EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+            raise invalid_reply(detail)
         return {"text": text or ""}
 
 
@@ -53,9 +53,7 @@ class FunctionRunner(CalledRunner):
 
     def __init__(self, config: AgentEnvironmentConfig):
         super().__init__()
-        executor, limit = f"{__name__}:FunctionExecutor", int(config.max_memory_gib * 2**30)
-        target = worker_target(executor, {"path": config.path}, limit)
-        self._workers = EpisodePool(target, config.num_workers)
+        self._workers = EpisodePool(config, {"path": config.path}, f"{__name__}:FunctionExecutor")
 
     async def open(self) -> None:
         await self._workers.open()

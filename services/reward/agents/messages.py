@@ -48,12 +48,11 @@ class Messages(Dialect):
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("messages: the last must not be of the assistant, to be continued", param="messages")
         tools = [tool for tool in read_list(said.get("tools", []), "tools") if not _is_dropped(tool, drop_tools)]
-        functions = [tool if tool.get("type", "custom") == "custom" else {} for tool in tools]
         neutral = {
             "messages": messages,
             "tools": [
-                read_tool(function, tool.get("type"), "input_schema")
-                for function, tool in zip(functions, tools, strict=True)
+                read_tool(tool if tool.get("type", "custom") == "custom" else {}, tool.get("type"), "input_schema")
+                for tool in tools
             ],
             "max_tokens": read_limit(said, "max_tokens"),
             "stop": read_stop(said, "stop_sequences"),

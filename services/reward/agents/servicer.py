@@ -2,29 +2,27 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from lockstep.reward.v1 import agent_pb2 as pb
 from lockstep.reward.v1 import agent_pb2_grpc
-from lockstep.reward.v1.environment_pb2 import EnvironmentFailure as Failed
 from lockstep.reward.v1.reward_pb2 import OpenRunResponse
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.errors import InvalidInput, PreconditionFailed
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
+from services.common.tasks import keep
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.command import CommandRunner
 from services.reward.agents.endpoint import Endpoint, Line
 from services.reward.agents.function import FunctionRunner
 from services.reward.agents.remote import Place, Site, UrlRunner
+from services.reward.environments.episode import report_failure
 from services.reward.environments.servicer import cannot_start, parse_object, require_run
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
-
-log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.AgentService"
 
@@ -75,7 +73,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
 
     async def open(self, run_id: str, config: AgentEnvironmentConfig) -> OpenRunResponse:
         """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
-        runner, endpoint = self._runner_of(config), Endpoint(config.drop_tools)
+        kind = CommandRunner if config.command else FunctionRunner
+        runner: Runner = UrlRunner(config, self._place) if config.url else kind(config)
+        endpoint = Endpoint(config.drop_tools)
         try:
             await runner.open()
             if not config.command:
@@ -88,11 +88,6 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             raise cannot_start("agent", error) from error
         self._run_id, self._config, self._runner, self._endpoint = run_id, config, runner, endpoint
         return OpenRunResponse(environment=f"agent 1/{runner.version}")
-
-    def _runner_of(self, config: AgentEnvironmentConfig) -> Runner:
-        if config.url:
-            return UrlRunner(config, self._place)
-        return CommandRunner(config) if config.command else FunctionRunner(config)
 
     def end_episodes(self) -> None:
         """Ends all episodes. What runs agents stays open."""
@@ -134,9 +129,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         assert self._runner and self._endpoint, "it is open"
         episode = _Episode(self._runner, begin, self._config.grace_s)
         line = self._endpoint.begin(episode.ask, begin.max_model_len)
-        playing = asyncio.create_task(self._run(self._runner, begin, line))
-        self._playing.add(playing)
-        playing.add_done_callback(self._playing.discard)
+        playing = keep(self._playing, self._run(self._runner, begin, line))
         reading = asyncio.create_task(episode.read(requests))
         self._metrics.episodes.inc()
         try:
@@ -145,10 +138,8 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             yield self._last(begin, playing, line)
         finally:
             # A caller cancels the call as soon as it has the last message; nothing may be left even so.
-            ending = asyncio.create_task(self._end_episode(self._endpoint, episode, line, {playing, reading}))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-            await asyncio.shield(ending)
+            ending = self._end_episode(self._endpoint, episode, line, {playing, reading})
+            await asyncio.shield(keep(self._ending, ending))
 
     async def _end_episode(
         self, endpoint: Endpoint, episode: _Episode, line: Line, tasks: set[asyncio.Task[object]]
@@ -189,10 +180,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             end.num_refused, end.refusal = line.num_refused, line.refusal
             end.text = played.text.encode(errors="replace").decode()
             return pb.PlayResponse(end=end)
-        log.warning("episode %s: %s%s", begin.episode_id, error, self._tracebacks.once(error.traceback))
-        self._metrics.environment_failures.labels(error.reason.lower()).inc()
-        reason, detail = f"ENVIRONMENT_FAILURE_REASON_{error.reason}", error.detail.encode(errors="replace").decode()
-        return pb.PlayResponse(failure=Failed(reason=reason, message=detail, alone=error.alone))
+        return pb.PlayResponse(failure=report_failure(begin.episode_id, error, self._metrics, self._tracebacks))
 
 
 async def _until(

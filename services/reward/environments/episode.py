@@ -14,6 +14,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import PreconditionFailed
 from services.reward.environments.base import CLOCK, Clock, Environment, Message, Reply, Turn
+from services.reward.environments.executor import invalid_reply
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
 
@@ -23,9 +24,9 @@ log = logging.getLogger(__name__)
 def _step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
     """Raises EpisodeError INVALID_REPLY if the reply is malformed or its reward is not finite."""
     if type(reply.done) is not bool:
-        raise _invalid(f"done must be true or false, not {reply.done!r}")
+        raise invalid_reply(f"done must be true or false, not {reply.done!r}")
     if type(reply.reward) not in (float, int) or not math.isfinite(reply.reward):
-        raise _invalid(f"a reward must be a finite number, not {reply.reward!r}")
+        raise invalid_reply(f"a reward must be a finite number, not {reply.reward!r}")
     return pb.StepResponse(
         messages=_messages(reply.messages, roles),
         reward=reply.reward,
@@ -41,16 +42,21 @@ def _step_response(reply: Reply, roles: Sequence[str]) -> pb.StepResponse:
 def _messages(messages: Sequence[Message], roles: Sequence[str]) -> list[pb.Message]:
     for message in messages:
         if message.role and message.role not in roles:
-            has = f"a message's role must be one of `roles`, {', '.join(roles)}, not {message.role!r}"
-            raise _invalid(has)
+            raise invalid_reply(f"a message's role must be one of `roles`, {', '.join(roles)}, not {message.role!r}")
     try:
         return [pb.Message(role=m.role, content=m.content, name=m.name) for m in messages]
     except (TypeError, ValueError) as error:  # not text, or half of a surrogate pair
-        raise _invalid(f"a message is not text: {error}") from error
+        raise invalid_reply(f"a message is not text: {error}") from error
 
 
-def _invalid(detail: str) -> EpisodeError:
-    return EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+def report_failure(
+    episode: str, error: EpisodeError, metrics: RewardMetrics, tracebacks: Tracebacks
+) -> pb.EnvironmentFailure:
+    """Logs and counts the failure of an episode. Returns it as a message."""
+    log.warning("episode %s: %s%s", episode, error, tracebacks.once(error.traceback))
+    metrics.environment_failures.labels(error.reason.lower()).inc()
+    detail, reason = error.detail.encode(errors="replace").decode(), f"ENVIRONMENT_FAILURE_REASON_{error.reason}"
+    return pb.EnvironmentFailure(reason=reason, message=detail, alone=error.alone)
 
 
 # How long a call that exceeded its time limit may take to find out who is at fault.
@@ -94,15 +100,11 @@ class Episode:
         self._key, self._context = key, context
         self._reset: Call[pb.ResetResponse] | None = None
         self._step: Call[pb.StepResponse] | None = None
-        self._last_turn = -1
+        self.last_turn = -1
         self._playing: asyncio.Task[object] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._stopped: EpisodeError | None = None
         context.metrics.episodes.inc()
-
-    @property
-    def has_stepped(self) -> bool:
-        return self._step is not None
 
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
         """Raises PreconditionFailed if the episode began with another seed or row."""
@@ -112,16 +114,16 @@ class Episode:
 
     async def step(self, request: pb.StepRequest, turn: Turn) -> pb.StepResponse:
         """Applies the next turn or repeats the answer to the last one. Raises PreconditionFailed for another turn."""
-        if request.turn == self._last_turn + 1:
+        if request.turn == self.last_turn + 1:
             last = self._step or self._reset
             assert last, "an episode begins with its reset"
             if not last.answer.done():
                 raise PreconditionFailed("the episode's call before this one is still in progress")
             if self._ending:
                 raise PreconditionFailed("the episode is over: its environment said so, or failed")
-            self._step, self._last_turn = Call(request, self._play_step(turn)), request.turn
-        elif self._step is None or request.turn != self._last_turn:
-            raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {self._last_turn}")
+            self._step, self.last_turn = Call(request, self._play_step(turn)), request.turn
+        elif self._step is None or request.turn != self.last_turn:
+            raise PreconditionFailed(f"turn {request.turn} of an episode whose last turn is {self.last_turn}")
         return await self._step.repeat(request)
 
     async def end(self, reason: EnvironmentFailure, detail: str) -> None:
@@ -153,11 +155,8 @@ class Episode:
         return response
 
     def _fail(self, error: EpisodeError) -> pb.EnvironmentFailure:
-        log.warning("episode %s: %s%s", self._key, error, self._context.tracebacks.once(error.traceback))
-        self._context.metrics.environment_failures.labels(error.reason.lower()).inc()
         self._begin_end()
-        detail, reason = error.detail.encode(errors="replace").decode(), f"ENVIRONMENT_FAILURE_REASON_{error.reason}"
-        return pb.EnvironmentFailure(reason=reason, message=detail, alone=error.alone)
+        return report_failure(self._key, error, self._context.metrics, self._context.tracebacks)
 
     async def _limited(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""

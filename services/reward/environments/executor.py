@@ -176,34 +176,34 @@ def _read_messages(observation: object) -> list[dict[str, str]]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence):
-        raise _invalid(f"an observation must be None, text or a list of messages, not {observation!r:.200}")
+        raise invalid_reply(f"an observation must be None, text or a list of messages, not {observation!r:.200}")
     return [_message(message) for message in observation]
 
 
 def _read_step(result: object) -> dict[str, object]:
     if isinstance(result, Mapping):
         if not {"reward", "done"} <= set(result) <= {"messages", "observation", "reward", "done"}:
-            raise _invalid(f"step returned a dict with {', '.join(map(str, result))}: return {_STEP}")
+            raise invalid_reply(f"step returned a dict with {', '.join(map(str, result))}: return {_STEP}")
         observation, reward, done = result.get("messages", result.get("observation")), result["reward"], result["done"]
     elif isinstance(result, tuple) and len(result) == 3:
         observation, reward, done = result
     else:
-        raise _invalid(f"step returned {result!r:.200}: return {_STEP}")
+        raise invalid_reply(f"step returned {result!r:.200}: return {_STEP}")
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise _invalid(f"a reward must be a finite number, not {reward!r:.200}")
+        raise invalid_reply(f"a reward must be a finite number, not {reward!r:.200}")
     # numpy's bool is no bool, and has no class in common with it.
     if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):
-        raise _invalid(f"done must be True or False, not {done!r:.200}")
+        raise invalid_reply(f"done must be True or False, not {done!r:.200}")
     return {"messages": _read_messages(observation), "reward": float(reward), "done": bool(done)}
 
 
 def _message(message: object) -> dict[str, str]:
     if not isinstance(message, Mapping) or not {"role", "content"} <= set(message) <= {"role", "content", "name"}:
-        raise _invalid(f"a message must have role and content, and perhaps name, not {message!r:.200}")
+        raise invalid_reply(f"a message must have role and content, and perhaps name, not {message!r:.200}")
     if not all(isinstance(value, str) for value in message.values()):
-        raise _invalid(f"a message's values must be text, not {message!r:.200}")
+        raise invalid_reply(f"a message's values must be text, not {message!r:.200}")
     return dict(message)
 
 
-def _invalid(detail: str) -> EpisodeError:
+def invalid_reply(detail: str) -> EpisodeError:
     return EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)

@@ -11,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from services.common.config.environment import AgentEnvironmentConfig, WorkerEnvironmentConfig
+from services.common.tasks import keep
 from services.reward.environments.base import off_the_clock
 from services.reward.environments.executor import MAX_REPLY_BYTES
 from services.reward.errors import EnvironmentFailure, EpisodeError
@@ -19,25 +21,8 @@ from services.reward.processes.pool import Calls, Target, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
 
-
-def class_target(path: str, kwargs: Mapping[str, object], max_memory_bytes: int) -> Target:
-    """Returns how a worker starts that plays episodes of a class, a `module:Class`."""
-    executor = "services.reward.environments.executor:EpisodeExecutor"
-    return worker_target(executor, {"path": path, "kwargs": kwargs}, max_memory_bytes)
-
-
-def worker_target(executor: str, settings: Mapping[str, object], max_memory_bytes: int) -> Target:
-    """Returns how a worker of an EpisodePool starts; `executor` is a `module:Class`."""
-    return Target(
-        executor,
-        settings,
-        lambda reason, detail, traceback: EpisodeError(EnvironmentFailure(reason), detail, traceback),
-        failed=EnvironmentFailure.CRASHED,
-        max_reply_bytes=2 * MAX_REPLY_BYTES,
-        max_memory_bytes=max_memory_bytes,
-        # The samples of a prompt group play on several workers and must meet the same world.
-        same_hashes=True,
-    )
+Config = WorkerEnvironmentConfig | AgentEnvironmentConfig
+_OF_CLASSES = "services.reward.environments.executor:EpisodeExecutor"
 
 
 class EpisodeWorker(Worker):
@@ -100,14 +85,26 @@ class EpisodeWorker(Worker):
 
 
 class EpisodePool(WorkerPool[EpisodeWorker]):
-    """Gives each episode to the worker with the fewest. A lost worker is replaced while the others continue."""
+    """Gives each episode to the worker with the fewest. A lost worker is replaced while the others continue.
 
-    def __init__(self, target: Target, num_workers: int):
-        self._target = target
-        super().__init__([EpisodeWorker(target, "", self._lose) for _ in range(num_workers)])
+    By default the workers play episodes of the class in `settings`.
+    """
+
+    def __init__(self, config: Config, settings: Mapping[str, object], executor: str = _OF_CLASSES):
+        self._target = Target(
+            executor,
+            settings,
+            lambda reason, detail, traceback: EpisodeError(EnvironmentFailure(reason), detail, traceback),
+            failed=EnvironmentFailure.CRASHED,
+            max_reply_bytes=2 * MAX_REPLY_BYTES,
+            max_memory_bytes=int(config.max_memory_gib * 2**30),
+            # The samples of a prompt group play on several workers and must meet the same world.
+            same_hashes=True,
+        )
+        super().__init__([EpisodeWorker(self._target, "", self._lose) for _ in range(config.num_workers)])
         self._places: dict[str, EpisodeWorker] = {}
         self._isolated: set[str] = set()
-        self._places_alone = asyncio.Semaphore(num_workers)
+        self._places_alone = asyncio.Semaphore(config.num_workers)
         self._retired: list[EpisodeWorker] = []  # each has a stuck call, and episodes that go on
         self._kills: set[asyncio.Task[None]] = set()
 
@@ -185,9 +182,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
             self._retired.append(worker)
         if len(self._retired) > len(self._workers):
             oldest = self._retired[0]
-            kill = asyncio.create_task(oldest.kill(f"{len(self._retired)} workers have calls that do not end"))
-            self._kills.add(kill)
-            kill.add_done_callback(self._kills.discard)
+            keep(self._kills, oldest.kill(f"{len(self._retired)} workers have calls that do not end"))
 
     def _replace(self, worker: EpisodeWorker) -> None:
         fresh = EpisodeWorker(self._target, self.version, self._lose)

@@ -6,12 +6,12 @@ from services.common.config.environment import (
     PythonEnvironmentConfig,
     ReasoningGymEnvironmentConfig,
     TextArenaEnvironmentConfig,
+    WorkerEnvironmentConfig,
 )
 from services.reward.environments.base import Environment, Message, Reply, Turn
-from services.reward.environments.pool import EpisodePool, class_target
+from services.reward.environments.pool import EpisodePool
 from services.reward.errors import EpisodeError
 
-Config = PythonEnvironmentConfig | TextArenaEnvironmentConfig | ReasoningGymEnvironmentConfig
 _LIBRARIES = "services.reward.environments.libraries"
 
 
@@ -21,10 +21,15 @@ class WorkerEnvironment(Environment):
     With `reasoning_tags`, it gets the turns without their reasoning.
     """
 
-    def __init__(self, path: str, kwargs: Mapping[str, object], config: Config, reasoning_tags: Sequence[str] = ()):
+    def __init__(
+        self,
+        path: str,
+        kwargs: Mapping[str, object],
+        config: WorkerEnvironmentConfig,
+        reasoning_tags: Sequence[str] = (),
+    ):
         self._reasoning_tags = reasoning_tags
-        target = class_target(path, kwargs, int(config.max_memory_gib * 2**30))
-        self._workers = EpisodePool(target, config.num_workers)
+        self._workers = EpisodePool(config, {"path": path, "kwargs": kwargs})
 
     async def open(self) -> None:
         await self._workers.open()

@@ -14,6 +14,7 @@ from services.common.config.environment import EnvironmentConfig
 from services.common.errors import InvalidInput, LockstepError, Overloaded, PreconditionFailed, Reason
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
+from services.common.tasks import keep
 from services.reward.environments.base import Environment, Turn
 from services.reward.environments.episode import Episode, EpisodeContext
 from services.reward.environments.openenv import OpenEnvironment
@@ -46,7 +47,7 @@ class EpisodeTable:
     async def reset(self, request: pb.ResetRequest, row: dict[str, object]) -> pb.ResetResponse:
         """Begins an episode. If it already has steps, its caller was restarted, and the episode begins again."""
         episode = self._episodes.get(request.episode_id)
-        if episode and episode.has_stepped:
+        if episode and episode.last_turn >= 0:
             self._drop(request.episode_id, EnvironmentFailure.CRASHED, "the episode began anew")
             episode = None
         return await (episode or self._add(request.episode_id)).reset(request, row)
@@ -87,10 +88,7 @@ class EpisodeTable:
         if episode_id not in self._episodes:
             return None
         self._leases.pop(episode_id).cancel()
-        ending = asyncio.create_task(self._episodes.pop(episode_id).end(reason, detail))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        return ending
+        return keep(self._ending, self._episodes.pop(episode_id).end(reason, detail))
 
 
 _FINISH_REASONS = {

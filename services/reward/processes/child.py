@@ -33,6 +33,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TextIO
 
 from services.common.json_values import JsonMapping
+from services.common.tasks import keep
 from services.reward.errors import WorkError
 
 Reply = JsonMapping
@@ -115,9 +116,7 @@ class _ConcurrentCalls:
         if "cancel" not in message:
             self._calls[message["id"]] = asyncio.create_task(self._answer(message))
         elif message["cancel"] in self._calls:
-            cancel = asyncio.create_task(self._cancel(message["cancel"]))
-            self._cancels.add(cancel)
-            cancel.add_done_callback(self._cancels.discard)
+            keep(self._cancels, self._cancel(message["cancel"]))
 
     async def _cancel(self, number: int) -> None:
         call = self._calls[number]

@@ -12,7 +12,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any
 
 from services.common.import_path import require_takes
 from services.reward.errors import FailureReason, ScoringError
@@ -20,7 +20,6 @@ from services.reward.processes import child
 from services.reward.processes.child import Executor, Reply
 from services.reward.processes.pool import START_TIMEOUT_S, Target, Worker, WorkerPool
 
-Value = TypeVar("Value")
 MAX_REPLY_BYTES = 16 << 20
 """Enough for a group of 1000 samples that all fail with the longest error text that a worker keeps."""
 
@@ -173,13 +172,15 @@ class FunctionExecutor(Executor):
         self._runner = asyncio.Runner()
 
     def execute(self, call: Reply) -> Any:
-        if self.is_concurrent:
-            return self._execute_async(call)
         result = self._function(**call["fields"])
-        return _reply(self._runner.run(_wait_for(result)) if inspect.isawaitable(result) else result, call)
+        if not inspect.isawaitable(result):
+            return _reply(result, call)
+        replying = _reply_later(result, call)
+        return replying if self.is_concurrent else self._runner.run(replying)
 
-    async def _execute_async(self, call: Reply) -> Reply:
-        return _reply(await self._function(**call["fields"]), call)
+
+async def _reply_later(result: Awaitable[object], call: Reply) -> Reply:
+    return _reply(await result, call)
 
 
 def _reply(result: Any, call: Reply) -> Reply:
@@ -210,10 +211,6 @@ def _score_or_failure(result: object) -> float | Reply:
         return {"reason": error.reason, "detail": child.explain(error.detail)}
     except (TypeError, OverflowError) as error:
         return {"reason": FailureReason.ERROR, "detail": child.explain(error)}
-
-
-async def _wait_for(result: Awaitable[Value]) -> Value:
-    return await result
 
 
 def _to_error(reason: str, detail: str, traceback: str = "") -> ScoringError:

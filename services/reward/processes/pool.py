@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from services.common.tasks import keep
 from services.reward.errors import WorkError
 from services.reward.processes.child import CANCEL_S, Reply
 
@@ -256,10 +257,6 @@ class WorkerPool(Generic[W]):
         self.closed = False
 
     @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
-
-    @property
     def version(self) -> str:
         return self._workers[0].version
 
@@ -279,10 +276,7 @@ class WorkerPool(Generic[W]):
 
     def _restart(self, worker: W) -> asyncio.Task[None]:
         """Starts a dead worker again. If that fails, the next call that needs the worker says why."""
-        restart = asyncio.create_task(self._start(worker))
-        self._restarts.add(restart)
-        restart.add_done_callback(self._restarts.discard)
-        return restart
+        return keep(self._restarts, self._start(worker))
 
     async def _start(self, worker: W) -> None:
         try:

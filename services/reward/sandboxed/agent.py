@@ -93,9 +93,12 @@ class _Child:
 
 
 async def _run(job: Job) -> Job:
-    stopped = asyncio.create_task(_end_of_input())
+    stopped = asyncio.create_task(_read(os.fdopen(os.dup(0), "rb"), bytearray(), 1))  # ends with the input
     try:
-        _write_files(job["files"])
+        for name, content in job["files"].items():
+            path = Path(HOME, name[2:]) if name.startswith("~/") else Path(WORKSPACE, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(content))
         if job["setup"]:
             code, _, errors = await _execute(job["setup"], job, stopped)
             if code:
@@ -124,20 +127,6 @@ async def _read(pipe: Any, into: bytearray, num_kept: int) -> None:
     while data := await reader.read(_CHUNK):
         into += data
         del into[:-num_kept]
-
-
-async def _end_of_input() -> None:
-    reader = asyncio.StreamReader()
-    stdin = os.fdopen(os.dup(0), "rb")
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), stdin)
-    await reader.read()
-
-
-def _write_files(files: dict[str, str]) -> None:
-    for name, content in files.items():
-        path = Path(HOME, name[2:]) if name.startswith("~/") else Path(WORKSPACE, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(content))
 
 
 def _collect(patterns: list[str], max_bytes: int) -> Iterator[tuple[str, str]]:

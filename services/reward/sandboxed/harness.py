@@ -34,7 +34,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
-from services.reward.sandboxed.wire import to_plain, unpack
+from services.reward.sandboxed.wire import to_plain, unpack, write_line
 
 _FRAMES = 50  # on the stack below a program, at most, which it can use in addition
 SourceFileLoader = type(json.__loader__)
@@ -100,7 +100,7 @@ def main(job_descriptor: int, tests: int) -> None:
     sys.setrecursionlimit(sys.getrecursionlimit() + _FRAMES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that programs in here could send to process 1
     gc.freeze()  # keeps the garbage collector of a fork from copying the pages that it shares with this process
-    _reply({})
+    write_line(1, {})
     offset = 0
     for size, is_script in zip(job["test_sizes"], job["scripts"], strict=True):
         _empty("/tmp")  # if this fails, all further tests fail
@@ -117,7 +117,7 @@ def main(job_descriptor: int, tests: int) -> None:
             return
         offset += size
         os.close(write_end)
-        _reply({"output": _output(child, read_end, job)})
+        write_line(1, {"output": _output(child, read_end, job)})
         os.close(read_end)
     os._exit(0)
 
@@ -141,12 +141,6 @@ def _empty(folder: str) -> None:
                 os.rmdir(entry.path)
             else:
                 os.unlink(entry.path)
-
-
-def _reply(message: dict) -> None:
-    line = memoryview(json.dumps(message).encode() + b"\n")
-    while line:
-        line = line[os.write(1, line) :]
 
 
 def _output(child: int, read_end: int, job: dict) -> str | None:

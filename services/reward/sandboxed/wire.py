@@ -34,6 +34,12 @@ _STANDARD: dict[str, Callable[..., tuple]] = {
 """Maps the name of each type of the standard library to a function that returns the arguments of an equal value."""
 
 
+def write_line(descriptor: int, message: dict) -> None:
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
 class Peer:
     """Exchanges messages with the other process."""
 
@@ -41,9 +47,7 @@ class Peer:
         self._requests, self._write_end = os.fdopen(read_end, "rb"), write_end
 
     def send(self, message: dict) -> None:
-        line = memoryview(json.dumps(message).encode() + b"\n")
-        while line:
-            line = line[os.write(self._write_end, line) :]
+        write_line(self._write_end, message)
 
     def receive(self) -> dict:
         """Raises EOFError if the other process has ended."""

@@ -72,7 +72,8 @@ class Service:
     @property
     def pids(self) -> list[int]:
         """Returns the pids of the open environment's worker processes."""
-        return self.servicer.environments._table._context.environment._workers.pids
+        workers = self.servicer.environments._table._context.environment._workers
+        return [worker.pid for worker in workers._workers]
 
     async def hang_up(self) -> None:
         await self._runs.close()

@@ -47,7 +47,7 @@ def to_item(make_item, canaries):
 
 def cpu_s(run: ScoringRun) -> float:
     """Returns the CPU time, in seconds, of the workers of `run`."""
-    return sum(cpu_seconds(pid) for pid in run._scorers[0]._pool.pids)
+    return sum(cpu_seconds(worker.pid) for worker in run._scorers[0]._pool._workers)
 
 
 def test_the_corpus_is_large():

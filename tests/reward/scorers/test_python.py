@@ -69,7 +69,7 @@ async def test_a_bad_function_is_a_typed_failure_each_time(open_run, make_item, 
     async with open_run(scorer(name), {"kind": "exact"}, timeout_s=timeout_s, num_workers=1) as run:
         outcomes = await run.score([make_item("a", "a"), make_item("b", "a")])
     assert [outcome.failure.reason for outcome in outcomes] == [reason] * 2
-    assert all(words in outcome.failure.detail and outcome.failure.scorer == "python" for outcome in outcomes)
+    assert all(words in outcome.failure.detail and outcome.failed_scorer == "python" for outcome in outcomes)
     assert [outcome.components for outcome in outcomes] == [{"exact": 1.0}, {"exact": 0.0}]
     assert [outcome.reward for outcome in outcomes] == [0.0, 0.0]
 
@@ -129,7 +129,7 @@ async def test_samples_of_an_async_function_are_scored_at_once_in_order(open_run
 async def test_async_samples_fail_alone(open_run, make_item, hurried):
     texts = ["raise", "3", "wait", "4", "raise", "cancel", "panic"]
     async with open_run(scorer("all_at_once"), num_workers=1) as run:
-        pids = run._scorers[0]._pool.pids
+        pids = [worker.pid for worker in run._scorers[0]._pool._workers]
         for limit_s in LIMITS_S:
             with hurried(run._scorers[0]._pool, limit_s):
                 outcomes = await run.score([make_item(text, extra={"together": 2}) for text in texts])
@@ -138,7 +138,7 @@ async def test_async_samples_fail_alone(open_run, make_item, hurried):
         assert [outcome.failure and outcome.failure.reason for outcome in outcomes] == [
             FailureReason.ERROR, None, FailureReason.TIMEOUT, None, *[FailureReason.ERROR] * 3
         ]  # fmt: skip
-        assert run._scorers[0]._pool.pids == pids, "no worker had to be killed"
+        assert [worker.pid for worker in run._scorers[0]._pool._workers] == pids, "no worker had to be killed"
 
 
 @pytest.mark.parametrize(("bad", "reason"), [("block", FailureReason.TIMEOUT), ("exit", FailureReason.CRASHED)])
@@ -178,22 +178,22 @@ async def test_the_limit_of_an_async_function_is_that_of_all_workers_together(op
 
 async def test_a_killed_worker_is_a_crash_and_the_next_sample_is_scored(open_run, make_item, hang, until_hanging):
     async with open_run(scorer("by_completion"), num_workers=1) as run:
-        (pid,) = run._scorers[0]._pool.pids
+        (pid,) = [worker.pid for worker in run._scorers[0]._pool._workers]
         scoring = asyncio.create_task(run.score([hang, make_item("2.5")]))
         await until_hanging(1)
         os.kill(pid, signal.SIGKILL)
         await until_hanging(2)  # it is tried once more
-        os.kill(run._scorers[0]._pool.pids[0], signal.SIGKILL)
+        os.kill(run._scorers[0]._pool._workers[0].pid, signal.SIGKILL)
         crashed, scored = await scoring
         assert crashed.failure.reason is FailureReason.CRASHED
         assert crashed.failure.detail == "worker died with exit code -9"
         assert (scored.reward, scored.failure) == (2.5, None)
-        assert run._scorers[0]._pool.pids != [pid]
+        assert [worker.pid for worker in run._scorers[0]._pool._workers] != [pid]
 
 
 async def test_a_worker_killed_while_idle_costs_no_sample(open_run, make_item, gone):
     async with open_run(scorer("by_completion"), num_workers=1) as run:
-        pids = run._scorers[0]._pool.pids
+        pids = [worker.pid for worker in run._scorers[0]._pool._workers]
         os.kill(pids[0], signal.SIGKILL)
         assert await gone(pids)
         await run._scorers[0]._pool._workers[0]._process.wait()
@@ -213,14 +213,14 @@ async def test_a_cancelled_call_ends_by_itself_and_leaves_its_worker_loaded(
     pipe = tmp_path_factory.mktemp("pipe") / "until"
     os.mkfifo(pipe)
     async with open_run(scorer("by_completion"), num_workers=1) as run:
-        pids = run._scorers[0]._pool.pids
+        pids = [worker.pid for worker in run._scorers[0]._pool._workers]
         scoring = asyncio.create_task(run.score([make_item("hang", extra=hang.extra | {"until": str(pipe)})]))
         await until_hanging(1)
         await cancel(scoring)
         next_score = asyncio.create_task(run.score([make_item("2.5")]))
         await asyncio.to_thread(pipe.write_text, "1")
         (outcome,) = await next_score
-        assert run._scorers[0]._pool.pids == pids
+        assert [worker.pid for worker in run._scorers[0]._pool._workers] == pids
     assert outcome.reward == 2.5
 
 
@@ -228,7 +228,7 @@ async def test_a_cancelled_call_that_does_not_end_frees_its_worker_at_its_limit(
     open_run, make_item, gone, hurried, hang, until_hanging
 ):
     async with open_run(scorer("by_completion"), num_workers=1) as run:
-        pids = run._scorers[0]._pool.pids
+        pids = [worker.pid for worker in run._scorers[0]._pool._workers]
         with hurried(run._scorers[0]._pool, 5.0):
             scoring = asyncio.create_task(run.score([hang]))
             await until_hanging(1)
@@ -260,7 +260,7 @@ async def test_children_of_a_worker_that_ends_itself_are_killed(open_run, make_i
 
 async def test_closing_fails_the_calls_that_run_and_wait_and_leaves_no_process(open_run, gone, hang, until_hanging):
     async with open_run(scorer("by_completion"), num_workers=2) as run:
-        pids = run._scorers[0]._pool.pids
+        pids = [worker.pid for worker in run._scorers[0]._pool._workers]
         scoring = asyncio.create_task(run.score([hang] * 5))
         await until_hanging(2)  # the others wait
     outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)

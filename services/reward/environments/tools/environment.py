@@ -31,9 +31,8 @@ class ToolsEnvironment(Environment):
         self._tools = {tool.kind: TOOLS[tool.kind](tool) for tool in config.tools if tool.kind in TOOLS}
         self._servers = [McpTools(tool) for tool in config.tools if tool.kind == "mcp"]
         self._served: dict[str, McpTools] = {}
-        paths = [tool.path for tool in config.tools if tool.kind == "function"]
-        self._functions = FunctionTools(paths, config.num_workers, int(config.max_memory_gib * 2**30))
-        self._has_functions = bool(paths)
+        self._functions = FunctionTools(config)
+        self._has_functions = bool(self._functions.paths)
 
     async def open(self) -> None:
         for tool in self._tools.values():

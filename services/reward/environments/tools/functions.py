@@ -7,9 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import ToolCall
 from services.reward.environments.executor import MAX_REPLY_BYTES
-from services.reward.environments.pool import EpisodePool, class_target
+from services.reward.environments.pool import EpisodePool
 from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, function_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
@@ -20,12 +21,10 @@ log = logging.getLogger(__name__)
 class FunctionTools:
     """Offers all functions of an environment. An episode stays with one worker, but functions must keep no state."""
 
-    def __init__(self, paths: Sequence[str], num_workers: int, max_memory_bytes: int):
+    def __init__(self, config: ToolsEnvironmentConfig):
         self.schemas: Sequence[Schema] = ()
-        target = class_target(
-            "services.reward.environments.tools.functions:Functions", {"paths": paths}, max_memory_bytes
-        )
-        self.workers = EpisodePool(target, num_workers)
+        self.paths = [tool.path for tool in config.tools if tool.kind == "function"]
+        self.workers = EpisodePool(config, {"path": f"{__name__}:Functions", "kwargs": {"paths": self.paths}})
         self._logged: set[tuple[str, str]] = set()
 
     @property

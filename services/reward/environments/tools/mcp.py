@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.config.environment import McpToolConfig
+from services.common.tasks import keep
 from services.reward.environments.base import ToolCall
 from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, tool_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
@@ -99,13 +100,10 @@ def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
 
 def told(config: McpToolConfig, error: BaseException | None) -> str:
     """Returns what to say about an error of a server, without queries of URLs, which may have a key."""
-    return f"{config.place}: {_QUERY.sub('', explain(error))}"
-
-
-def explain(error: BaseException | None) -> str:
     while isinstance(error, BaseExceptionGroup):  # anyio wraps errors in groups of one
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if error else "the session ended"
+    what = f"{type(error).__name__}: {error}" if error else "the session ended"
+    return f"{config.place}: {_QUERY.sub('', what)}"
 
 
 class McpTools:
@@ -198,9 +196,7 @@ class McpTools:
         """Lets the next call open another session. This one ends after its other calls."""
         if self._connection is connection:
             self._connection = None
-            closing = asyncio.create_task(connection.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            keep(self._closing, connection.close())
 
     def _cut(self, text: str) -> str:
         return cut_middle(text, self._config.max_output_chars)
