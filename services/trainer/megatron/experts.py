@@ -4,7 +4,7 @@ The experts on a rank share two parameters. TransformerEngine has a parameter fo
 thousands of them takes longer than the GPU's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -222,15 +222,25 @@ def _clamped_swiglu(hidden: torch.Tensor, probs_T: torch.Tensor, limit: float) -
 def with_grouped_experts(spec: TransformerBlockSubmodules, model: Architecture) -> TransformerBlockSubmodules:
     """Returns a spec whose layers of experts have GroupedExperts, or StackedExperts if the model's are stacked."""
     kind = StackedExperts if model.has_stacked_experts else GroupedExperts
+
+    def grouped(parts: Any) -> dict[str, object]:
+        if parts.mlp.module is not MoELayer:
+            return {}
+        experts = replace(parts.mlp.submodules, experts=ModuleSpec(module=kind))
+        return {"mlp": replace(parts.mlp, submodules=experts)}
+
+    return with_parts(spec, grouped)
+
+
+def with_parts(
+    spec: TransformerBlockSubmodules, change: Callable[[Any], dict[str, object]]
+) -> TransformerBlockSubmodules:
+    """Returns a spec with other parts of layers: `change` takes those of a layer and returns the new ones by name."""
     assert spec.layer_specs is not None
     layers = []
     for layer in spec.layer_specs:
         parts: Any = layer.submodules
-        if parts.mlp.module is not MoELayer:
-            layers.append(layer)
-            continue
-        experts = replace(parts.mlp.submodules, experts=ModuleSpec(module=kind))
-        layers.append(replace(layer, submodules=replace(parts, mlp=replace(parts.mlp, submodules=experts))))
+        layers.append(replace(layer, submodules=replace(parts, **change(parts))))
     return replace(spec, layer_specs=layers)
 
 

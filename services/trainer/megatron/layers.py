@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from services.common.families.architecture import Architecture
 from services.trainer.attention import Attention, attend
 from services.trainer.compat.megatron.state import group_of
-from services.trainer.megatron.experts import Offsets
+from services.trainer.megatron.experts import Offsets, with_parts
 
 _Add = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
@@ -87,11 +87,9 @@ def with_own_norms(
     norm: Callable[..., torch.nn.Module],
 ) -> TransformerBlockSubmodules:
     """Returns the spec with the norms of the model's family; its norms must be separate layers, of class `norm`."""
-    assert spec.layer_specs is not None
-    layers = []
-    for layer in spec.layer_specs:
+
+    def normed(parts: Any) -> dict[str, object]:
         changes: dict[str, object] = {}
-        parts: Any = layer.submodules
         if model.family.norms_outputs:
             add = ModuleSpec(module=NormedResidual, params={"config": config, "norm": norm})
             changes |= {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
@@ -101,8 +99,9 @@ def with_own_norms(
             norms = {name: ModuleSpec(AllHeadsNorm, params={"num_heads": number}) for name, number in heads.items()}
             attention = parts.self_attention
             changes["self_attention"] = replace(attention, submodules=replace(attention.submodules, **norms))
-        layers.append(replace(layer, submodules=replace(parts, **changes)))
-    return replace(spec, layer_specs=layers)
+        return changes
+
+    return with_parts(spec, normed)
 
 
 class SinkAttention(DotProductAttention):
@@ -169,12 +168,11 @@ class UnscaledInWindows(SelfAttention):
 def with_own_attention(spec: TransformerBlockSubmodules, config: TransformerConfig) -> TransformerBlockSubmodules:
     """Returns a spec whose layers have SinkAttention and, if windows have a rotary embedding of their own,
     UnscaledInWindows."""
-    assert spec.layer_specs is not None
-    layers = []
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
+
+    def attending(parts: Any) -> dict[str, object]:
         attention = parts.self_attention
         own = replace(attention, submodules=replace(attention.submodules, core_attention=SinkAttention))
         own = replace(own, module=UnscaledInWindows) if hasattr(config, "window_rotary_base") else own
-        layers.append(replace(layer, submodules=replace(parts, self_attention=own)))
-    return replace(spec, layer_specs=layers)
+        return {"self_attention": own}
+
+    return with_parts(spec, attending)

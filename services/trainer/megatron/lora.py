@@ -178,7 +178,9 @@ def add_adapters(
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:  # recomputation builds a graph only if its inputs require gradients
-            chunk.embedding.register_forward_hook(_require_gradient)
+            chunk.embedding.register_forward_hook(
+                lambda module, args, output: output.requires_grad_() if torch.is_grad_enabled() else output
+            )
         for site in list(_sites(chunk)):
             parts = [part for part in PARTS[lora.kind][site.layer] if f"{site.prefix}.{part}" in names]
             if parts:
@@ -254,10 +256,6 @@ def _write_merged(target: torch.Tensor, *, weight: torch.Tensor, factors: _Facto
         target.copy_(weight)
     else:
         write_merged(target, weight, *factors, scale)
-
-
-def _require_gradient(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def adapter_part(weights: WeightMap, name: str) -> Part:

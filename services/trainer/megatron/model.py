@@ -33,7 +33,7 @@ from services.trainer.compat.megatron.model import (
 )
 from services.trainer.compat.megatron.state import group_of
 from services.trainer.compat.torch import set_class
-from services.trainer.megatron.experts import require_groupable, with_grouped_experts
+from services.trainer.megatron.experts import require_groupable, with_grouped_experts, with_parts
 from services.trainer.megatron.layers import with_own_attention, with_own_norms
 from services.trainer.megatron.microbatch import MicrobatchShard
 from services.trainer.megatron.settings import make, model_settings, refusals
@@ -268,25 +268,21 @@ def _layer_spec(
 
 def _with_expert_norms_apart(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
     """Gives the norm before experts the checkpoint name that it has with TransformerEngine, which never fuses it."""
-    assert spec.layer_specs is not None
-    layers = []
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
+
+    def apart(parts: Any) -> dict[str, object]:
         names = dict(parts.sharded_state_dict_keys_map)
         if parts.mlp.module is MoELayer:
             names.pop("pre_mlp_layernorm.", None)  # latent attention has no names
-        layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names)))
-    return replace(spec, layer_specs=layers)
+        return {"sharded_state_dict_keys_map": names}
+
+    return with_parts(spec, apart)
 
 
 def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:
     """Splits layers that fuse TransformerEngine's norm with a linear layer; checkpoint names are those on CPU."""
     from megatron.core.extensions import transformer_engine as te
 
-    assert spec.layer_specs is not None
-    layers = []
-    for layer in spec.layer_specs:
-        parts: Any = layer.submodules
+    def separate(parts: Any) -> dict[str, object]:
         own: dict[str, type] = {"linear_qkv": te.TEColumnParallelLinear}
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         if is_latent:
@@ -299,5 +295,6 @@ def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -
             dense = replace(parts.mlp.submodules, linear_fc1=te.TEColumnParallelLinear)
             changes |= {"pre_mlp_layernorm": te.TENorm, "mlp": replace(parts.mlp, submodules=dense)}
             names |= {} if is_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-        layers.append(replace(layer, submodules=replace(parts, sharded_state_dict_keys_map=names, **changes)))
-    return replace(spec, layer_specs=layers)
+        return {"sharded_state_dict_keys_map": names, **changes}
+
+    return with_parts(spec, separate)

@@ -1,13 +1,11 @@
 """Runs micro-batches through one role's model in Megatron: its chunks and process groups."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -15,7 +13,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from services.common.config.layout import Layout, gathers_tokens
 from services.trainer.compat.megatron.model import set_choice, take_apart
-from services.trainer.compat.megatron.state import group_of
 from services.trainer.megatron.microbatch import Cut, MicrobatchShard, cut_microbatches, least_sizes
 from services.trainer.megatron.model import Chunk, unwrap
 from services.trainer.megatron.parallel import Parallelism
@@ -127,7 +124,18 @@ class MegatronModel:
             chunk.train(not is_forward_only)
         tokens = shards[0].tokens
         iterators = [iter(shards) for _ in self.chunks]
-        step = functools.partial(_forward_step, temperature=temperature, collect=collect, feed=self._feed)
+
+        def step(
+            shards: Iterator[MicrobatchShard], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., object]]:
+            shard = next(shards)
+            self._feed(shard)
+
+            def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> object:
+                return collect(shard, shard.whole(output_KM, self.parallelism.cp_group))
+
+            return chunk(shard, temperature), on_last_stage
+
         with self.replay.passes() if self.replay else contextlib.nullcontext():
             return get_forward_backward_func()(
                 forward_step_func=step,
@@ -165,20 +173,3 @@ class MegatronModel:
     def ddp_chunks(self) -> list[DistributedDataParallel]:
         """Returns the wrapped chunks of a trained model, or none for a frozen model, which has no gradients."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
-
-
-def _forward_step(
-    shards: Iterator[MicrobatchShard],
-    chunk: torch.nn.Module,
-    *,
-    temperature: float,
-    collect: Collect,
-    feed: Callable[[MicrobatchShard], None],
-) -> tuple[torch.Tensor, Callable[..., object]]:
-    shard = next(shards)
-    feed(shard)
-
-    def on_last_stage(output_KM: torch.Tensor, non_loss_data: bool = False) -> object:
-        return collect(shard, shard.whole(output_KM, group_of(parallel_state.get_context_parallel_group())))
-
-    return chunk(shard, temperature), on_last_stage
