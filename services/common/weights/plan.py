@@ -6,7 +6,7 @@ A publication gives its weights a policy stamp, which identifies them by version
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -119,18 +119,22 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
+def split_into_runs(items: Iterable[T], goes_on: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
+    """Yields runs of consecutive items; `goes_on` says whether an item belongs to the run before it."""
+    run: list[T] = []
+    for item in items:
+        if run and not goes_on(run, item):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
 def take_together(slots: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
     """Groups slots into rounds: consecutive slots of different senders, which can gather at the same time."""
-    senders: set[int] = set()
-    together: list[T] = []
-    for sender, part in slots:
-        if sender in senders:
-            yield together
-            senders, together = set(), []
-        senders.add(sender)
-        together.append(part)
-    if together:
-        yield together
+    for together in split_into_runs(slots, lambda run, slot: slot[0] not in {sender for sender, _ in run}):
+        yield [part for _, part in together]
 
 
 def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:

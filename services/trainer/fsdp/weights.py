@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.common.compat.torch import Copies
+from services.common.weights.plan import split_into_runs
 from services.trainer.adapters import is_adapter
 from services.trainer.compat.torch import is_persistent
 
 # One collective gathers parameters of about this many entries in total.
 _RUN_NUMEL = 32 << 20
-
-_Named = list[tuple[str, nn.Parameter]]
 
 
 class WeightStream:
@@ -29,8 +28,14 @@ class WeightStream:
     def __init__(self, causal_lm: PreTrainedModel, dtype: torch.dtype, device: torch.device):
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
         named = [(name, parameter) for name, parameter in causal_lm.named_parameters() if not is_adapter(name)]
-        self._runs = list(_runs(named))
-        self._owners = list(_buffer_owners(causal_lm))
+        self._runs = list(split_into_runs(named, _fits))
+        # Each buffer's name in the checkpoint, its module, and its name in the module.
+        self._owners = [
+            (f"{path}.{name}", module, name)
+            for path, module in causal_lm.named_modules()
+            for name, _ in module.named_buffers(recurse=False)
+            if is_persistent(module, name)
+        ]
         specs = ((name, self.meta(parameter)) for name, parameter in named)
         self._specs = {name: self._as_checkpoint(name, spec) for name, spec in (*specs, *self._buffers())}
 
@@ -82,14 +87,6 @@ class WeightStream:
         return torch.empty(parameter.shape, dtype=self._dtype, device="meta")
 
 
-def _buffer_owners(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields each buffer's name in the checkpoint, its module, and its name in the module."""
-    for path, module in causal_lm.named_modules():
-        for name, _ in module.named_buffers(recurse=False):
-            if is_persistent(module, name):
-                yield f"{path}.{name}", module, name
-
-
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of a parameter or of its optimizer state, without gradient."""
     # to_local first: each operation on the DTensor itself costs tens of microseconds.
@@ -102,11 +99,5 @@ def _shard_shape(shape: torch.Size, rank: int, world: int) -> torch.Size:
     return torch.Size([max(0, min(most, shape[0] - rank * most)), *shape[1:]])
 
 
-def _runs(named: _Named) -> Iterator[_Named]:
-    run: _Named = []
-    for name, parameter in named:
-        if run and sum(p.numel() for _, p in run) + parameter.numel() > _RUN_NUMEL:
-            yield run
-            run = []
-        run.append((name, parameter))
-    yield run
+def _fits(run: list[tuple[str, nn.Parameter]], named: tuple[str, nn.Parameter]) -> bool:
+    return sum(parameter.numel() for _, parameter in (*run, named)) <= _RUN_NUMEL

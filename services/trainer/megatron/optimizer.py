@@ -33,6 +33,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, Reason
+from services.common.weights.plan import split_into_runs
 from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.megatron.state import allocate_hybrid, inner_optimizers, share_hybrid, take_range
 from services.trainer.megatron.settings import make, refusals
@@ -280,7 +281,11 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
     parts = {id(piece.part): piece.part for piece in pieces}
     for part in parts.values():
         forget_steps(part)
-    batches = list(_batches(pieces))
+    # The experts of a layer are shards of one tensor, and Megatron's loader needs all of a rank's shards at once.
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.wanted["param"].key, []).append(piece)
+    batches = [list(itertools.chain(*batch)) for batch in split_into_runs(groups.values(), _fits)]
     num_rounds = max(gather_json(len(batches), torch.device("cpu")))
     for batch in itertools.islice(itertools.chain(batches, itertools.repeat([])), num_rounds):
         loaded = load({index: piece.wanted for index, piece in enumerate(batch)}, directory)
@@ -291,16 +296,5 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
             share_hybrid(part.optimizer)
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    # The experts of a layer are shards of one tensor, and Megatron's loader needs all of a rank's shards at once.
-    groups: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.wanted["param"].key, []).append(piece)
-    batch: list[Piece] = []
-    for group in groups.values():
-        if batch and sum(piece.num_bytes for piece in (*batch, *group)) > _BATCH_BYTES:
-            yield batch
-            batch = []
-        batch += group
-    if batch:
-        yield batch
+def _fits(batch: Sequence[list[Piece]], group: list[Piece]) -> bool:
+    return sum(piece.num_bytes for piece in itertools.chain(*batch, group)) <= _BATCH_BYTES

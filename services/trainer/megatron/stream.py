@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.weights.buckets import Item, Span
-from services.common.weights.plan import ALIGN_BYTES, take_together
+from services.common.weights.plan import ALIGN_BYTES, split_into_runs, take_together
 from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.lora import AdaptedLinear
@@ -64,8 +64,10 @@ class WeightStream:
         self._device = device
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: part_of(entry.name) for entry in self._entries}
-        self._runs = list(_runs(self._entries))
-        self._neighbors = [list(self._together(run)) for run in self._runs]
+        self._runs = list(split_into_runs(self._entries, _is_in))
+        # Parameters of each run that are neighbors in this rank's memory, if only this rank holds them.
+        follows = lambda together, entry: self._follows(together[-1], entry)  # noqa: E731
+        self._neighbors = [list(split_into_runs(run, follows)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
         # Views of each parameter. Making new ones for every publication would take longer than copying the numbers.
         self._views: dict[str, list[tuple[str, torch.Tensor]]] = {}
@@ -163,16 +165,6 @@ class WeightStream:
             self._views[entry.name] = views
         return views
 
-    def _together(self, run: Sequence[Entry]) -> Iterator[list[Entry]]:
-        """Divides a run into parameters that are neighbors in this rank's memory, if only this rank holds them."""
-        together: list[Entry] = []
-        for entry in run:
-            if together and not self._follows(together[-1], entry):
-                yield together
-                together = []
-            together.append(entry)
-        yield together
-
     def _follows(self, before: Entry, entry: Entry) -> bool:
         """Returns whether a parameter begins where the one before it ends, and so do their tensors in a bucket."""
         if entry.holders != (self._rank,) or any(self._adapted(self._local[one.name]) for one in (before, entry)):
@@ -245,13 +237,6 @@ def _deal(runs: Sequence[Sequence[Entry]], names: Sequence[Sequence[str]], bucke
         yield sender, indices
 
 
-def _runs(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    run: list[Entry] = []
-    for entry in entries:
-        is_full = (sum(e.num_bytes for e in run) + entry.num_bytes) * len(entry.holders) > _RUN_BYTES
-        if run and (is_full or entry.holders != run[0].holders or entry.dtype != run[0].dtype):
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
+def _is_in(run: Sequence[Entry], entry: Entry) -> bool:
+    num_bytes = sum(one.num_bytes for one in (*run, entry)) * len(entry.holders)
+    return num_bytes <= _RUN_BYTES and (entry.holders, entry.dtype) == (run[0].holders, run[0].dtype)
