@@ -17,8 +17,8 @@ from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 from services.coordinator.rl.advantages import samples as advantage_samples
 from services.coordinator.rl.metrics import batch_metrics
 from services.trainer import samples as trainer_samples
-from services.trainer.losses import policy_loss
 from services.trainer.losses.kinds import Totals, token_weights
+from services.trainer.losses.policy import policy_loss
 from services.trainer.samples import check_groups, check_samples, trained_of_samples
 from services.trainer.updates.packing import build_microbatch
 from tests.agents.in_process import caught

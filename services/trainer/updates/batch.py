@@ -16,8 +16,8 @@ import torch.distributed as dist
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import InternalError, LockstepError, PreconditionFailed, Reason
 from services.trainer.backend import Backend, LossFunction
-from services.trainer.losses import Totals, distill_loss, explained_variance, policy_loss, value_loss
-from services.trainer.losses.kinds import covariance, covariance_sums
+from services.trainer.losses.kinds import Totals, covariance, covariance_sums
+from services.trainer.losses.policy import distill_loss, explained_variance, policy_loss, value_loss
 from services.trainer.updates.optim import learning_rate, weight_decay
 from services.trainer.updates.packing import Microbatch
 
@@ -78,7 +78,7 @@ class BatchUpdate:
                 if index:
                     self._accumulate(self._kept[number], totals[number])
                 metrics.append(self._apply_gradient(totals[number], version * num_updates + index))
-        return self._named(means_of(metrics)) | diff | self._replayed.metrics()
+        return means_of(metrics) | diff | self._replayed.metrics()
 
     def drop(self) -> None:
         self._backend.discard_gradients()
@@ -209,10 +209,6 @@ class BatchUpdate:
         """Returns the metrics of an update, given the means over its mini-batch."""
         return means
 
-    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics with the names that they have in the answer."""
-        return metrics
-
 
 class CriticUpdate(BatchUpdate):
     """Updates the critic on one batch, which is one block. Reads returns instead of advantages."""
@@ -221,15 +217,15 @@ class CriticUpdate(BatchUpdate):
         super().__init__(backend, config, 1.0, is_one_block=True)
         self._is_compared, self._value_loss = False, config.value_loss
 
+    def apply(self, totals: Sequence[Totals], version: int) -> dict[str, float]:
+        return {f"critic_{name}": value for name, value in super().apply(totals, version).items()}
+
     def _loss(self, totals: Totals) -> LossFunction:
         return lambda outputs_1N, microbatch: value_loss(outputs_1N[0], microbatch.columns, totals, self._value_loss)
 
     def _shown(self, means: dict[str, float]) -> dict[str, float]:
         shown = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
         return shown | {"explained_variance": explained_variance(means)}
-
-    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {f"critic_{name}": value for name, value in metrics.items()}
 
 
 def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

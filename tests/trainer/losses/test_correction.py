@@ -8,9 +8,8 @@ import torch
 from pydantic import ValidationError
 
 from services.common.config.loss import CorrectionConfig, LossConfig
-from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.kinds import Tokens
-from services.trainer.losses.policy import correction
+from services.trainer.losses.policy import Totals, correction, policy_loss
 
 # Sequences of 3, 2 and 2 tokens, the second token of the first masked; old / behavior probability.
 RATIOS = [0.5, 1e-9, 3.0, 2.0, 4.0, 1.1, 0.9]

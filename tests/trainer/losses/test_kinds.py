@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.config.loss import LossConfig
-from services.trainer.losses import LOSSES, Totals, policy_loss
+from services.trainer.losses.policy import LOSSES, Totals, policy_loss
 
 LOGPROB = -1.5
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.common.config.loss import Aggregation, LossConfig
-from services.trainer.losses import LOSSES as KINDS
+from services.trainer.losses.policy import LOSSES as KINDS
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import TEMPERATURE, config, read
 from tests.trainer.harness_processes import few_of, marked, run_harness, to_run

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput
-from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.kinds import require_importable
+from services.trainer.losses.policy import Totals, policy_loss
 from tests.support import raises
 
 

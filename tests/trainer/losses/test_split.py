@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.loss import LossConfig
-from services.trainer.losses import Totals, policy_loss
 from services.trainer.losses.kinds import covariance, covariance_sums
+from services.trainer.losses.policy import Totals, policy_loss
 from tests.trainer.plain_grpo import batch_loss
 
 # The bounds are so narrow that many of the tokens meet each of them.

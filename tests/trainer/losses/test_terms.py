@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from services.common.config.loss import Aggregation, LossConfig, LossKind
 from services.common.config.trainer import OptimConfig
-from services.trainer.losses import LOSSES, Totals, distill_loss
 from services.trainer.losses.kinds import Tokens, clipped_surrogate, token_weights
-from services.trainer.losses.policy import KL_ESTIMATES, kl_k3
+from services.trainer.losses.policy import KL_ESTIMATES, LOSSES, Totals, distill_loss, kl_k3
 from services.trainer.updates.optim import learning_rate
 
 LOGPROBS = st.floats(-20, 0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.loss import ValueLossConfig
-from services.trainer.losses import Totals, explained_variance, value_loss
+from services.trainer.losses.policy import Totals, explained_variance, value_loss
 
 
 def column(*values: float) -> torch.Tensor:
