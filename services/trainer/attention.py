@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from services.common.families.supported import Kernel, choose
-from services.trainer.compat.torch import GROUPED, varlen_attn_with_sinks
+from services.trainer.compat.torch import GROUPED, AttentionWithSinks
 
 
 @dataclass(frozen=True)
@@ -76,33 +76,19 @@ def _unpadded(
     window = (-1 if attention.window is None else attention.window - 1, 0)
     if width < query_THD.size(-1):  # multi-head latent attention; the kernel has one size for all
         value_TKD = F.pad(value_TKD, (0, query_THD.size(-1) - width))
-    qkv = (query_THD, key_TKD, value_TKD)
-    if attention.softcap is not None:
-        out_THD = _capped(*qkv, lengths, window, attention)
+    qkv, several = (query_THD, key_TKD, value_TKD), (cu_seqlens, cu_seqlens, longest, longest)
+    if attention.softcap is not None:  # for the arguments of 2.8; no host that has it has run this (docs/models.md)
+        from flash_attn import flash_attn_varlen_func  # late: it is an extra
+
+        settings = {"softmax_scale": attention.scale, "window_size": window, "softcap": attention.softcap}
+        out_THD = flash_attn_varlen_func(*qkv, *several, causal=True, **settings)
     elif attention.sinks_H is not None:
-        out_THD = varlen_attn_with_sinks(*qkv, attention.sinks_H, (cu_seqlens, longest, window, attention.scale))
+        settings = cu_seqlens, longest, window, attention.scale
+        out_THD = AttentionWithSinks.apply(*qkv, attention.sinks_H, settings)
     else:
-        several = (cu_seqlens, cu_seqlens, longest, longest)
         out_THD = varlen_attn(*qkv, *several, window_size=window, scale=attention.scale, **GROUPED)
         assert isinstance(out_THD, torch.Tensor)  # return_aux is not set
     return out_THD[..., :width]
-
-
-def _capped(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    lengths: tuple[torch.Tensor, int],
-    window: tuple[int, int],
-    attention: Attention,
-) -> torch.Tensor:
-    """Calls flash-attn, for the arguments of 2.8. No host that has it has run this (docs/models.md)."""
-    from flash_attn import flash_attn_varlen_func  # late: it is an extra
-
-    bounds, longest = lengths
-    settings = {"softmax_scale": attention.scale, "window_size": window, "softcap": attention.softcap or 0.0}
-    several = (bounds, bounds, longest, longest)
-    return flash_attn_varlen_func(query_THD, key_TKD, value_TKD, *several, causal=True, **settings)
 
 
 def _padded(

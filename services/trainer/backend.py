@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.weights.buckets import Item
 from services.trainer.compat.torch import HostMemory, storage_id
 from services.trainer.updates.packing import Microbatch
@@ -89,6 +89,7 @@ class Offloader:
         self.load(*(name for name in names if name not in self._leaving))
 
     def needed_bytes(self, *names: str) -> int:
+        """Returns the bytes of the device that `restore` would take."""
         left = (self._offloaded.get(name, []) for name in names if name not in self._leaving)
         return sum(offloaded.num_bytes for offloaded in itertools.chain(*left))
 
@@ -96,6 +97,7 @@ class Offloader:
         return sum(storage.nbytes() for name in self._groups for storage in self._storages(name))
 
     def host_bytes(self) -> int:
+        """Returns the bytes of host memory that are kept for the groups."""
         return sum(memory.flat.numel() for memory in self._host.values())
 
     def _send(self, names: Iterable[str]) -> None:
@@ -167,6 +169,10 @@ class Role(StrEnum):
     def is_frozen(self) -> bool:
         return self in (Role.REFERENCE, Role.TEACHER)
 
+    @property
+    def config(self) -> type[TrainerConfig]:
+        return CriticSettings if self is Role.CRITIC else TrainerConfig
+
 
 # (outputs_KN, microbatch) -> (loss, metrics), both to be summed over all micro-batches of all ranks. A language model's
 # outputs are log-probability and entropy, K = 2, followed by those of other tokens (updates/logprobs.py), if the
@@ -182,7 +188,7 @@ class Backend(Protocol):
     """
 
     device: torch.device
-    _offloader: Offloader
+    offloader: Offloader
 
     @property
     def data_rank(self) -> int:
@@ -285,14 +291,11 @@ class Backend(Protocol):
         """Yields the base weights, which adapters leave frozen, with the names and in the order of `weights`."""
         ...
 
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the policy's adapters like `weights`, with PEFT's names for the checkpoint's tensors."""
-        ...
+    def adapter(self, *, of_modules: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the policy's adapters like `weights`, with PEFT's names for the checkpoint's tensors.
 
-    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields what `adapter` does, with PEFT's names for transformers' modules, by which PEFT finds them.
-
-        A checkpoint may name them otherwise.
+        With `of_modules`, they are for transformers' modules, by which PEFT finds them. A checkpoint may name them
+        otherwise.
         """
         ...
 
@@ -328,24 +331,8 @@ class Backend(Protocol):
         ...
 
     def release(self, parts: Collection[Part]) -> None:
-        """Moves parts to host memory. No method that uses them may be called until they are acquired."""
-        self._offloader.evict(*groups_of(parts))
-
-    def acquire(self, parts: Collection[Part]) -> None:
-        """Moves parts back to the device, bit for bit. Parts that are there stay as they are."""
-        self._offloader.restore(*groups_of(parts))
-
-    def needed_bytes(self, parts: Collection[Part]) -> int:
-        """Returns the bytes of the device that `acquire` would take."""
-        return self._offloader.needed_bytes(*groups_of(parts))
-
-    def device_bytes(self) -> int:
-        """Returns the bytes of the device that both parts take now."""
-        return self._offloader.device_bytes()
-
-    def host_bytes(self) -> int:
-        """Returns the bytes of host memory that are kept for the parts."""
-        return self._offloader.host_bytes()
+        """Moves parts to host memory. No method that uses them may be called until the offloader has restored them."""
+        self.offloader.evict(*groups_of(parts))
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:

@@ -2,10 +2,9 @@
 those of the weights that are trained (the on-policy contract)."""
 
 import functools
-import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from services.common.weights.plan import require_stamp
 from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.checkpoint.model_files import sampled_sha256
-from services.trainer.ranks.calls import Command, Ranks
+from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import (
     check_groups,
@@ -52,6 +51,7 @@ ROLES: Mapping[int, Role] = {
 
 @dataclass
 class OpenRole:
+    role: Role
     request_sha256: str  # of the config and model path in the OpenRun request
     config: TrainerConfig
     answer: pb.OpenRunResponse
@@ -59,6 +59,7 @@ class OpenRole:
     state: TrainState
     digest: str = ""  # of the weights as they were published; empty if they have changed since
     pads_rows: bool = False  # whether a micro-batch is padded to its longest sample
+    released: set[Part] = field(default_factory=set)  # the parts that may be in host memory
 
     @property
     def num_parts(self) -> int:
@@ -76,6 +77,18 @@ class OpenRole:
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
         return types_pb2.PolicyStamp(version=self.state.version, digest=self.digest)
+
+    def require_here(self, *parts: Part) -> None:
+        """Checks that parts of the model are on the devices.
+
+        Raises:
+            PreconditionFailed: MEMORY_RELEASED, a part is released.
+        """
+        for part in parts:
+            if part in self.released:
+                raise PreconditionFailed(
+                    f"part {part} of the {self.role} is released; call AcquireMemory", reason=Reason.MEMORY_RELEASED
+                )
 
     def trained(self, header: pb.TrainHeader, metrics: dict[str, float], sha256: str) -> None:
         """Takes note of a batch that was applied; `sha256` is that of its samples.
@@ -287,52 +300,28 @@ _PARTS: Mapping[int, Part] = {pb.MODEL_PART_OPTIMIZER: Part.OPTIMIZER, pb.MODEL_
 Request = pb.ReleaseMemoryRequest | pb.AcquireMemoryRequest
 
 
-class Released:
-    """Releases and acquires parts of the models on all ranks."""
+async def release(ranks: Ranks, request: pb.ReleaseMemoryRequest, roles: Mapping[Role, OpenRole]) -> list[DeviceMemory]:
+    """Moves parts to host memory on all ranks, unless they can stay. Returns the memory of each rank."""
+    named, parts = _roles(request, roles), _parts(request)
+    for role in named:  # first: a call that asks from now on would run after this one
+        roles[role].released.update(parts)
+    least = request.least_free_bytes
+    answers = await ranks.call(Worker.release_memory, roles=named, model_parts=parts, least_free_bytes=least)
+    return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
-    def __init__(self, ranks: Ranks):
-        self._ranks = ranks
-        self._parts: set[tuple[Role, Part]] = set()
 
-    async def release(self, request: pb.ReleaseMemoryRequest, opened: Collection[Role]) -> list[DeviceMemory]:
-        """Moves parts to host memory, unless they can stay. Returns the memory of each rank."""
-        roles, parts = _roles(request, opened), _parts(request)
-        # First: a call that asks from now on would run after this one.
-        self._parts |= set(itertools.product(roles, parts))
-        least = request.least_free_bytes
-        return await self._call(Worker.release_memory, roles=roles, model_parts=parts, least_free_bytes=least)
+async def acquire(ranks: Ranks, request: pb.AcquireMemoryRequest, roles: Mapping[Role, OpenRole]) -> list[DeviceMemory]:
+    """Moves parts back to the devices on all ranks. Returns the memory of each rank.
 
-    async def acquire(self, request: Request, opened: Collection[Role]) -> list[DeviceMemory]:
-        """Moves parts back to the devices. Returns the memory of each rank.
-
-        Raises:
-            Overloaded: OUT_OF_MEMORY, a device has too little; other ranks may have moved theirs. All parts still count
-                as released, and both calls may be repeated.
-        """
-        roles, parts = _roles(request, opened), _parts(request)
-        memory = await self._call(Worker.acquire_memory, roles=roles, model_parts=parts)
-        self._parts -= set(itertools.product(roles, parts))
-        return memory
-
-    async def _call(self, command: Command, **arguments: Any) -> list[DeviceMemory]:
-        answers = await self._ranks.call(command, **arguments)
-        return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
-
-    def forget(self, role: Role | None = None) -> None:
-        """Forgets what was released of a role that is opened anew, or of all."""
-        self._parts = {released for released in self._parts if role not in (None, released[0])}
-
-    def require_here(self, role: Role, *parts: Part) -> None:
-        """Checks that parts of a model are on the devices.
-
-        Raises:
-            PreconditionFailed: MEMORY_RELEASED, a part is released.
-        """
-        for part in parts:
-            if (role, part) in self._parts:
-                raise PreconditionFailed(
-                    f"part {part} of the {role} is released; call AcquireMemory", reason=Reason.MEMORY_RELEASED
-                )
+    Raises:
+        Overloaded: OUT_OF_MEMORY, a device has too little; other ranks may have moved theirs. All parts still count as
+            released, and both calls may be repeated.
+    """
+    named, parts = _roles(request, roles), _parts(request)
+    answers = await ranks.call(Worker.acquire_memory, roles=named, model_parts=parts)
+    for role in named:
+        roles[role].released.difference_update(parts)
+    return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
 
 def _parts(request: Request) -> Sequence[Part]:

@@ -1,13 +1,10 @@
 """Defines the trainer's Prometheus metrics."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.rpc.server import SECONDS
 
@@ -16,8 +13,9 @@ class TrainerMetrics:
     """Collects the trainer's metrics. `Ranks` times the commands, and the servicer counts the rest."""
 
     def __init__(self, registry: CollectorRegistry | None = None):
-        self._registry = registry
-        self._versions: Callable[[], Mapping[str, int]] = dict
+        self.version = Gauge(
+            "lockstep_trainer_version", "Number of batches that were applied to the role.", ["role"], registry=registry
+        )
         self._seconds = Histogram(
             "lockstep_trainer_phase_seconds",
             "Time that a command (forward, apply_batch, send, save, ...) took on all ranks, without time in the queue.",
@@ -41,29 +39,9 @@ class TrainerMetrics:
             registry=registry,
         )
 
-    def watch(self, versions: Callable[[], Mapping[str, int]]) -> None:
-        """Reports the version of each role from `versions`, which is called in another thread at every scrape."""
-        self._versions = versions
-        if self._registry:
-            self._registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the version of each role. The registry calls this at every scrape."""
-        version = GaugeMetricFamily(
-            "lockstep_trainer_version", "Number of batches that were applied to the role.", labels=["role"]
-        )
-        for role, number in self._versions().items():
-            version.add_metric([role], number)
-        yield version
-
-    @contextmanager
-    def phase(self, name: str, role: str) -> Iterator[None]:
+    def phase(self, name: str, role: str) -> AbstractContextManager[object]:
         """Measures the block, in which the ranks run the command `name` for `role`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds.labels(name, role).observe(time.perf_counter() - begin)
+        return self._seconds.labels(name, role).time()
 
     def trained(self, role: str, samples: pa.Table) -> None:
         """Counts the tokens of `samples` (common.batches.batch.SAMPLE_SCHEMA), which were applied to `role`."""

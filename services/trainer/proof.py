@@ -27,17 +27,12 @@ _WIDTH = 512
 # Float32 rounding in models of large widths stays below this; the smallest known error is ten times as large.
 MOST_NATS = 1e-3
 _SMALLER: Mapping[str, int] = {
-    "sliding_window": _WINDOW,
-    "attention_chunk_size": _WINDOW,
-    "vocab_size": _VOCABULARY,
-    "vocab_size_per_layer_input": _VOCABULARY,
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), _WINDOW),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     "intermediate_size": 256,
     "moe_intermediate_size": 64,
     "intermediate_size_mlp": 256,
-    "num_experts": 16,
-    "num_local_experts": 16,
-    "n_routed_experts": 16,
-    "moe_num_experts": 16,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 16),
 }
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "image_token_id", "video_token_id")
 

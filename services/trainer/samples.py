@@ -28,14 +28,9 @@ _LOWEST_LOGPROB = -2e6
 # the square of a gradient's norm must be.
 _LARGEST = 1e9
 _BOUNDS = {
-    "group": (0, np.inf),
-    "sample": (0, np.inf),
-    "logprobs": (_LOWEST_LOGPROB, _ROUNDING),
-    "ref_logprobs": (_LOWEST_LOGPROB, _ROUNDING),
-    "teacher_logprobs": (_LOWEST_LOGPROB, _ROUNDING),
-    "values": (-_LARGEST, _LARGEST),
-    "advantages": (-_LARGEST, _LARGEST),
-    "returns": (-_LARGEST, _LARGEST),
+    **dict.fromkeys(("group", "sample"), (0, np.inf)),
+    **dict.fromkeys(("logprobs", "ref_logprobs", "teacher_logprobs"), (_LOWEST_LOGPROB, _ROUNDING)),
+    **dict.fromkeys(("values", "advantages", "returns"), (-_LARGEST, _LARGEST)),
 }
 _AS_LISTS = pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.float64())]))
 
@@ -188,7 +183,7 @@ def check_groups(samples: pa.Table) -> None:
     is_again = np.ones(len(group), bool)
     is_again[firsts] = False
     _refuse(is_again, "sample", "is in the batch twice: its group has another row with its number")
-    _check_segments(samples, group, sample, segment)
+    _check_segments(samples, segment)
     prompt = samples["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
     _refuse(prompt != prompt[_first_rows(group)], "prompt_id", "has another prompt than its group")
     _refuse(group != group[_first_rows(prompt)], "group", "has a prompt that is in another group, too")
@@ -202,7 +197,7 @@ def check_groups(samples: pa.Table) -> None:
     _refuse(_rows_of(differences, lengths), "prompt_tokens", differs)
 
 
-def _check_segments(samples: pa.Table, group: np.ndarray, sample: np.ndarray, segment: np.ndarray) -> None:
+def _check_segments(samples: pa.Table, segment: np.ndarray) -> None:
     """Rejects segments that do not follow each other or differ in the reward, and batches with both kinds of rows."""
     if (segment < 0).all():
         return

@@ -36,7 +36,7 @@ from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks, published_host
-from services.trainer.ranks.worker import CONFIGS, Worker
+from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
 from services.trainer.stream import ArrivingBatches, BatchReader, BatchTraining
 
@@ -48,13 +48,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, ranks: Ranks, worker: Worker, store: ServedStore, metrics: TrainerMetrics | None = None):
         self._metrics = metrics or TrainerMetrics()
-        # A copy, because the scrapes run in another thread.
-        self._metrics.watch(lambda: {str(role): opened.state.version for role, opened in list(self._roles.items())})
         self._ranks, self._kill_epoch, self._saved = ranks, worker.kill_epoch, worker.saved
         self._store = store  # where the members of weight groups meet
         self._run_id, self._fence = "", Fence(self._close_abandoned)
         self._roles: dict[Role, contract.OpenRole] = {}
-        self._released = contract.Released(ranks)
         self._epoch, self._epoch_timeout_s = -1, 0.0
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())  # of the open run, with its answer
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())  # its path and version, with its answer
@@ -75,7 +72,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     @shielded
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.OpenRunResponse:
         role = contract.role_of(request.role)
-        config = parse_json(CONFIGS[role], request.config_json)
+        config = parse_json(role.config, request.config_json)
         request_sha256 = hashlib.sha256(f"{request.config_json}{request.model_path}".encode()).hexdigest()
         async with self._saving, self._changing:
             opened = self._roles.get(role) if request.run_id == self._run_id else None
@@ -107,7 +104,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             raise InvalidInput("role: must be policy, reference, critic or teacher", field="role")
         role = contract.role_of(header.role)
         opened = self._require_open(self._stand_in(role))
-        self._released.require_here(self._stand_in(role), Part.PARAMETERS)
+        opened.require_here(Part.PARAMETERS)
         contract.check_temperature(header.temperature)
         contract.check_values(samples, opened)
         top_k = contract.top_k_of(header, role, opened)
@@ -129,7 +126,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             opened = self._require_open(role)
             training = BatchTraining(self._ranks, header, role, opened)
             if not (is_repeated := header.batch_id == opened.state.last_batch_id):
-                self._released.require_here(role, *Part)
+                opened.require_here(*Part)
                 await self._arriving.begin(training)
         if is_repeated:
             sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
@@ -147,6 +144,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     metrics |= {"train_s": training.busy_s, "commit_s": time.perf_counter() - begin}
                 opened.trained(header, metrics, sha256.hex())
                 self._metrics.trained(role, training.samples)
+                self._metrics.version.labels(role).set(opened.state.version)
                 return pb.TrainResponse(version=opened.state.version, metrics=metrics, samples_sha256=sha256)
         finally:
             async with self._changing:
@@ -176,7 +174,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if request.epoch != self._epoch:
                 raise PreconditionFailed(f"epoch {request.epoch} was not joined", reason=Reason.NOT_JOINED)
             contract.require_version(request.version, policy, "version {} was to be sent")
-            self._released.require_here(Role.POLICY, Part.PARAMETERS)
+            policy.require_here(Part.PARAMETERS)
             skips_base = False
             if policy.answer.plan.adapter_config_json:
                 agreed = await self._killing_epoch_on_cancel(Worker.agree)
@@ -203,7 +201,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     return self._last_save[1]  # the caller did not get this answer
                 if request.HasField("version"):
                     contract.require_version(request.version, opened, "version {} was to be saved")
-                self._released.require_here(role, *Part)
+                opened.require_here(*Part)
                 await self._arriving.end_all()  # FSDP does not save while there are gradients
                 stack.enter_context(checkpoint.staged(Path(request.path)))
                 answers = await self._ranks.call(Worker.save, path=request.path, state=vars(opened.state), role=role)
@@ -217,10 +215,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.ExportHuggingFaceRequest, context: Context
     ) -> pb.ExportHuggingFaceResponse:
         async with self._changing:
-            export = request.path, self._require_open().state.version
+            policy = self._require_open()
+            export = request.path, policy.state.version
             if export == self._last_export[:2] and Path(request.path).exists():
                 return self._last_export[2]  # the caller did not get this answer
-            self._released.require_here(Role.POLICY, Part.PARAMETERS)
+            policy.require_here(Part.PARAMETERS)
             with PROGRESS.stage("export the model"), checkpoint.staged(Path(request.path)):
                 answers = await self._ranks.call(Worker.export, path=request.path, files=card_texts(request.model_card))
             self._last_export = (*export, pb.ExportHuggingFaceResponse(**answers[0].body))
@@ -231,13 +230,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         async with self._changing:
             self._require_any_open()
             await self._arriving.end_all()  # its gradients are dropped with the optimizer's memory
-            return pb.ReleaseMemoryResponse(ranks=await self._released.release(request, self._roles))
+            return pb.ReleaseMemoryResponse(ranks=await contract.release(self._ranks, request, self._roles))
 
     @shielded
     async def AcquireMemory(self, request: pb.AcquireMemoryRequest, context: Context) -> pb.AcquireMemoryResponse:
         async with self._changing:
             self._require_any_open()
-            return pb.AcquireMemoryResponse(ranks=await self._released.acquire(request, self._roles))
+            return pb.AcquireMemoryResponse(ranks=await contract.acquire(self._ranks, request, self._roles))
 
     async def SendTestBroadcast(
         self, request: pb.SendTestBroadcastRequest, context: Context
@@ -271,7 +270,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):
             await self._close()
         self._roles.pop(role, None)
-        self._released.forget(role)
+        self._metrics.version.remove(role)
         answers = await self._ranks.call(
             Worker.open,
             role=role,
@@ -295,7 +294,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run_id = request.run_id
         data_ranks = [answer.body["data_rank"] for answer in answers]
         pads_rows = answers[0].body["pads_rows"]
-        self._roles[role] = contract.OpenRole(sha256, config, opened, data_ranks, state, pads_rows=pads_rows)
+        self._roles[role] = contract.OpenRole(role, sha256, config, opened, data_ranks, state, pads_rows=pads_rows)
+        self._metrics.version.labels(role).set(state.version)
 
     async def _close_abandoned(self) -> None:
         async with self._saving, self._changing:
@@ -305,7 +305,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _close(self) -> None:
         self._run_id, self._roles, self._epoch = "", {}, -1
-        self._released.forget()
+        self._metrics.version.clear()
         self._last_save = (pb.SaveCheckpointRequest(), pb.SaveCheckpointResponse())
         self._last_export = ("", -1, pb.ExportHuggingFaceResponse())
         self._store.renew()  # the old secret becomes invalid, and no caller gets the new one

@@ -125,14 +125,10 @@ def _logits_of(causal_lm: PreTrainedModel, parts: Structure) -> dict[str, float]
         raise _refusal(f"model_type {causal_lm.config.model_type}, whose logits are not those of its output layer,")
     before, scale = _ratio(fake.inputs[0], hidden), _ratio(returned[0, 0], logits[0, 0])
     for softcap in (0.0, *_caps(causal_lm)):
-        if torch.allclose(returned, _cap(scale * logits, softcap), rtol=1e-4, atol=0):
+        capped = softcap * torch.tanh(scale * logits / softcap) if softcap else scale * logits
+        if torch.allclose(returned, capped, rtol=1e-4, atol=0):
             return {"scale": before * scale, "softcap": softcap}
     raise _refusal(f"model_type {causal_lm.config.model_type}, which changes its logits in an unknown way,")
-
-
-def _cap(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Returns logits that a model caps softly, as Gemma 2 does; 0 is no cap."""
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def _ratio(got: torch.Tensor, given: torch.Tensor) -> float:

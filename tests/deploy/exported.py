@@ -38,7 +38,7 @@ def exported() -> dict[str, dict[str, Exported]]:
         pass
     RolloutMetrics(registries["rollout"].registry, lambda: State(3, 2, PolicyStamp(version=1, digest="d")))
     trainer = TrainerMetrics(registries["trainer"].registry)
-    trainer.watch(lambda: {"policy": 1})
+    trainer.version.labels("policy").set(1)
     with trainer.phase("train", "policy"):
         trainer.trained("policy", pa.table({"prompt_tokens": [[1]], "tokens": [[2, 3]]}))
     reward = RewardMetrics(registries["reward"].registry)

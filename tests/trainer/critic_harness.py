@@ -163,9 +163,9 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
     chunks, parallelism = backend._model.bare_chunks(), backend._model.parallelism
     body = ShardStream(local_parameters(chunks, parallelism), backend._map.part, parallelism, backend.device)
     tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
-    backend._offloader.load(PARAMS)
+    backend.offloader.load(PARAMS)
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None
-    backend._offloader.release(PARAMS)
+    backend.offloader.release(PARAMS)
     gathered: list[Any] = [None] * harness.world
     dist.all_gather_object(gathered, own)
     heads = [head for head in gathered if head is not None]

@@ -151,7 +151,7 @@ class MegatronHarness:
         """Returns the bytes of device memory of each offloader group; what two of them share counts for the first."""
         counted_storages: set[int] = set()
         sums = {}
-        for name, tensors in self.backend._offloader._groups.items():
+        for name, tensors in self.backend.offloader._groups.items():
             storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors()}
             sums[name] = sum(size for key, size in storages.items() if key not in counted_storages)
             counted_storages |= storages.keys()

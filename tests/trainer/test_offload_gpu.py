@@ -50,7 +50,7 @@ class GpuHarness(Harness):
 
     def contents(self) -> list[tuple[str, int, int]]:
         """Returns group, bytes and checksum of every storage that the backend can offload, except gradients."""
-        offloader: Any = self.backend._offloader
+        offloader: Any = self.backend.offloader
         names = [name for name in offloader._groups if name != "grads"]
         return [
             (name, storage.nbytes(), int(_words(storage).sum()))

@@ -20,7 +20,6 @@ from services.common.json_values import JsonMapping
 
 _MANIFEST = "manifest.json"
 _INSTEAD = "; restore it, or go on from an earlier checkpoint, with resume set to its path"
-_CHUNK_BYTES = 8 << 20
 _NUM_READERS = 8
 
 
@@ -83,8 +82,7 @@ def staged(path: Path) -> Iterator[None]:
 
 def finish(path: Path, state: TrainState) -> tuple[int, str]:
     """Writes the manifest and moves the staged files to `path`; returns their bytes and the manifest's SHA-256."""
-    partial = staging(path)
-    files = _described(partial, _names(partial))
+    partial, files = staging(path), _staged_files(path)
     content = json.dumps({"state": asdict(state), "files": files}, indent=1).encode()
     (partial / _MANIFEST).write_bytes(content)
     _move(partial, path)
@@ -93,8 +91,7 @@ def finish(path: Path, state: TrainState) -> tuple[int, str]:
 
 def finish_export(path: Path) -> None:
     """Writes SHA256SUMS, for `sha256sum --check`, and moves the staged files of an export to `path`."""
-    partial = staging(path)
-    files = _described(partial, _names(partial))
+    partial, files = staging(path), _staged_files(path)
     (partial / "SHA256SUMS").write_text("".join(f"{file['sha256']}  {name}\n" for name, file in files.items()))
     _move(partial, path)
 
@@ -131,8 +128,10 @@ def _move(partial: Path, path: Path) -> None:
     _fsync(path.parent)
 
 
-def _names(directory: Path) -> list[str]:
-    return [str(file.relative_to(directory)) for file in sorted(directory.rglob("*")) if file.is_file()]
+def _staged_files(path: Path) -> dict[str, dict[str, int | str]]:
+    directory = staging(path)
+    files = [str(file.relative_to(directory)) for file in sorted(directory.rglob("*")) if file.is_file()]
+    return _described(directory, files)
 
 
 def _described(directory: Path, names: Collection[str]) -> dict[str, dict[str, int | str]]:
@@ -142,11 +141,8 @@ def _described(directory: Path, names: Collection[str]) -> dict[str, dict[str, i
 
 
 def _describe(file: Path) -> dict[str, int | str]:
-    hasher = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    return {"num_bytes": file.stat().st_size, "sha256": hasher.hexdigest()}
+        return {"num_bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
 
 
 def _fsync(path: Path) -> None:

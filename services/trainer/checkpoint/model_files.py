@@ -44,7 +44,12 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     shards = read_weight_map(directory)
     stored: dict[str, Stored] = {}
     for name in shard_names(shards):
-        header = _read_header(directory / name)
+        file = directory / name
+        with opened(file) as tensors:
+            slices = {tensor: tensors.get_slice(tensor) for tensor in tensors.keys()}  # noqa: SIM118 it is no mapping
+            header = {
+                tensor: Stored(file, part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()
+            }
         for tensor in sorted(stored.keys() & header.keys())[:1]:
             raise _refusal(f"{tensor} is in two files, {stored[tensor].file} and {name}")
         stored |= header
@@ -132,12 +137,6 @@ def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], directory: str) 
     for (name, _), is_finite in zip(named, are_finite, strict=True):
         if not is_finite:
             raise _refusal(f"{directory}: {name} has numbers that are not finite")
-
-
-def _read_header(file: Path) -> dict[str, Stored]:
-    with opened(file) as tensors:
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 it is not a mapping
-        return {name: Stored(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def load_config(model_path: str) -> PretrainedConfig:

@@ -75,11 +75,16 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-class _WithSinks(torch.autograd.Function):
-    """Computes attention with a sink for each head: a key of a given logit and the value 0.
+class AttentionWithSinks(torch.autograd.Function):
+    """Computes `varlen_attn`, [T, H, D], with a sink for each head: a key of a given logit and the value 0 (gpt-oss).
+
+    `settings` are the bounds of the sequences, the longest of them, the window and the scale, as `varlen_attn` takes
+    them.
 
     With the sink's part in the sum of exponentials, outputs and gradients are those that the kernel computes from the
     larger sum; it ignores the gradient of its own sum, so it cannot be left to autograd.
+
+    Reason: torch has no sinks, and its operator for the backward pass has a private name.
     """
 
     @staticmethod
@@ -116,23 +121,6 @@ class _WithSinks(torch.autograd.Function):
         share_HT = (sinks_H.float()[:, None] - larger_HT).exp()
         grad_sinks_H = -(share_HT * (grad_THD.float() * out_THD.float()).sum(-1).T).sum(1)
         return *grads, grad_sinks_H.to(sinks_H.dtype), None
-
-
-def varlen_attn_with_sinks(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
-    sinks_H: torch.Tensor,
-    settings: tuple[torch.Tensor, int, tuple[int, int], float],
-) -> torch.Tensor:
-    """Returns `varlen_attn` with sinks (gpt-oss), [T, H, D], with all gradients.
-
-    `settings` are the bounds of the sequences, the longest of them, the window and the scale, as `varlen_attn` takes
-    them.
-
-    Reason: torch has no sinks, and its operator for the backward pass has a private name.
-    """
-    return _WithSinks.apply(query_THD, key_TKD, value_TKD, sinks_H, settings)
 
 
 def set_class(module: Any, cls: type) -> None:

@@ -71,7 +71,9 @@ class FsdpBackend(Backend):
         kind = ValueModel if role is Role.CRITIC else LogprobModel
         kept = dtype if role.is_frozen or config.lora.rank else torch.float32  # what is trained is float32
         self._model = build(kind, model_path, config, self._mesh, weight_dtype=kept, compute_dtype=dtype)
-        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {PARAMS: self._parameter_tensors}
+        groups: dict[str, Callable[[], Iterator[torch.Tensor]]] = {
+            PARAMS: lambda: map(local_shard, self._model.parameters())
+        }
         if self.data_rank == 0:
             _log.info("%s: attention is computed by %s", role, self._model.attention(device, dtype))
         if role.is_frozen:
@@ -79,7 +81,7 @@ class FsdpBackend(Backend):
         else:
             groups[OPTIMIZER] = self._state_tensors
             self._optimizer = make_adamw(config.optim, self._model.named_parameters())
-        self._offloader = Offloader(groups, frozenset(), device)
+        self.offloader = Offloader(groups, frozenset(), device)
         self._replay: ModelReplay | None = None
         if role is Role.POLICY:
             self._stream = WeightStream(self._model.causal_lm, dtype, device)
@@ -162,11 +164,8 @@ class FsdpBackend(Backend):
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._stream
 
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._adapters
-
-    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._adapters.of_modules()
+    def adapter(self, *, of_modules: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._adapters.named(of_modules=of_modules)
 
     def adapter_specs(self) -> list[tuple[str, torch.Tensor]]:
         return self._adapters.specs()
@@ -175,12 +174,10 @@ class FsdpBackend(Backend):
         return self._stream.specs()
 
     def save(self, directory: Path) -> None:
-        model, optimizer = self._state()
-        self._write({"model": model, "optimizer": optimizer}, directory)
+        self._write(self._state(), directory)
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        model, optimizer = self._state()
-        return partial(self._write, _copied({"model": model, "optimizer": optimizer}), directory)
+        return partial(self._write, _copied(self._state()), directory)
 
     def _write(self, state: _State, directory: Path) -> None:
         with typed_errors(directory, done="written"):
@@ -188,10 +185,11 @@ class FsdpBackend(Backend):
             dcp.save(state, storage_writer=writer, process_group=self._writers)
 
     def load(self, directory: Path) -> None:
-        model, optimizer = self._state()
+        state = self._state()
+        model, optimizer = state["model"], state["optimizer"]
         self._require_tensors_of(model, optimizer, directory)
         with typed_errors(directory, done="read"):
-            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+            dcp.load(state, checkpoint_id=directory)
         options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
         set_state_dict(
             self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
@@ -212,9 +210,6 @@ class FsdpBackend(Backend):
         if self._replay:
             self._replay.feed(microbatch.experts_TLK)
         return self._model(microbatch, temperature)
-
-    def _parameter_tensors(self) -> Iterator[torch.Tensor]:
-        return map(local_shard, self._model.parameters())
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         for state in self._optimizer.state.values():
@@ -238,7 +233,7 @@ class FsdpBackend(Backend):
                 "open it with the config that it was saved under"
             )
 
-    def _state(self) -> tuple[_State, _State]:
+    def _state(self) -> _State:
         is_fresh = not self._optimizer.state
         model, optimizer = get_state_dict(self._model, self._optimizer)
         if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
@@ -246,7 +241,7 @@ class FsdpBackend(Backend):
                 moments["step"].zero_()
         if self._config.lora.rank:
             model = {name: tensor for name, tensor in model.items() if is_adapter(name)}
-        return model, optimizer
+        return {"model": model, "optimizer": optimizer}
 
 
 def _copied(state: Any) -> Any:

@@ -113,7 +113,11 @@ def build(
         require_loadable(empty, model_path, has_head=has_head)
         sites = sites_of(empty, config.lora)
         add_adapters(empty, config.lora, sites, seed=seed)
-    layout = _agreed_layout(model_path, mesh)
+    proven = ""
+    with same_on_all_ranks():
+        if mesh.get_rank() == 0:  # which takes seconds
+            proven = layout_of(load_config(model_path)).value
+    layout = Layout(gather_json(proven, torch.device("cpu"))[0])
     model = kind(empty, layout)
     model.eval()  # the policy that is trained is the one that sampled: without dropout or a router's jitter
     if config.gradient_checkpointing:
@@ -143,15 +147,6 @@ def _set_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor], device: 
     for name, buffer in buffers.items():
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, buffer.to(device))
-
-
-def _agreed_layout(model_path: str, mesh: DeviceMesh) -> Layout:
-    """Proves the model on rank 0, which takes seconds, and returns its layout on all ranks, or its error."""
-    layout = ""
-    with same_on_all_ranks():
-        if mesh.get_rank() == 0:
-            layout = layout_of(load_config(model_path)).value
-    return Layout(gather_json(layout, torch.device("cpu"))[0])
 
 
 def make_empty(model_path: str, *, compute_dtype: torch.dtype, weight_dtype: torch.dtype) -> PreTrainedModel:

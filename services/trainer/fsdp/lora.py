@@ -9,7 +9,7 @@ with the checkpoint's name.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -123,25 +123,18 @@ class AdapterStream:
         self._layers = {name: adapted[module] for name, module in self._modules.items()}
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and meta tensors of the adapters."""
         return [
             (peft_name(name, which), self._base.meta(matrix))
             for name, layer in self._layers.items()
             for which, matrix in (("A", layer.lora_A), ("B", layer.lora_B))
         ]
 
-    def __iter__(self) -> _Named:
-        return self._named({name: name for name in self._layers})
-
-    def of_modules(self) -> _Named:
-        """Yields the adapters with the names of the modules."""
-        return self._named(self._modules)
-
-    def _named(self, names: Mapping[str, str]) -> _Named:
+    def named(self, *, of_modules: bool) -> _Named:
         for name, layer in self._layers.items():
             a, b = self._base.gather([layer.lora_A, layer.lora_B])
-            yield peft_name(names[name], "A"), a
-            yield peft_name(names[name], "B"), b
+            module = self._modules[name] if of_modules else name
+            yield peft_name(module, "A"), a
+            yield peft_name(module, "B"), b
 
     def merged(self) -> _Named:
         """Yields the weights W + alpha / rank * B A, without gradient."""

@@ -88,33 +88,25 @@ class Rows:
     padding needs no mask and changes nothing.
     """
 
-    def __init__(self) -> None:
-        self._is_token_BL: torch.Tensor | None = None
-
-    def begin(self, cu_seqlens_B1: torch.Tensor, longest: int) -> None:
-        """Sets the sequences of the forward passes that follow, and of their backward passes."""
-        self._is_token_BL = token_mask(cu_seqlens_B1, longest)
+    is_token_BL: torch.Tensor
+    """Where the sequences of the forward passes that follow, and of their backward passes, have tokens."""
 
     def scatter(self, packed_TX: torch.Tensor) -> torch.Tensor:
         """Returns the rows [B, L, ...] of packed values [T, ...]."""
-        assert self._is_token_BL is not None, "begin was called"
-        return to_rows(packed_TX, self._is_token_BL)
+        return to_rows(packed_TX, self.is_token_BL)
 
     def gather(self, rows_BLX: torch.Tensor) -> torch.Tensor:
         """Returns the packed values [T, ...] of rows [B, L, ...]."""
-        assert self._is_token_BL is not None, "begin was called"
-        return rows_BLX[self._is_token_BL]
+        return rows_BLX[self.is_token_BL]
 
     def add_to(self, decoder: nn.Module) -> None:
         """Makes every module that owns a convolution over tokens compute rows.
 
         In transformers' models, whatever keeps a state from token to token begins with such a convolution.
         """
-        owners = [
-            module for module in decoder.modules() if any(isinstance(child, nn.Conv1d) for child in module.children())
-        ]
-        for owner in owners:
-            self._compute_rows(owner)
+        for module in list(decoder.modules()):
+            if any(isinstance(child, nn.Conv1d) for child in module.children()):
+                self._compute_rows(module)
 
     def _compute_rows(self, module: nn.Module) -> None:
         forward = module.forward
@@ -177,7 +169,7 @@ class _Model(nn.Module):
 
     def hidden(self, microbatch: Microbatch) -> torch.Tensor:
         """Returns the last hidden state [N, D] before each target."""
-        self._rows.begin(microbatch.cu_seqlens_B1, microbatch.max_seqlen)
+        self._rows.is_token_BL = token_mask(microbatch.cu_seqlens_B1, microbatch.max_seqlen)
         if self.layout is Layout.ROWS:
             rows = self.decoder(input_ids=self._rows.scatter(microbatch.tokens_T), use_cache=False)
             return self._rows.gather(rows.last_hidden_state)[microbatch.predict_N]

@@ -88,12 +88,12 @@ class MegatronBackend(Backend):
             own = SavedUnder.of(config, self._role, self._hf.model_type, self.device)
             self._checkpointer = Checkpointer(self._model, self._optimizer, config, own)
             groups |= {GRADS: self._gradient_tensors, OPTIMIZER: lambda: state_tensors(self._optimizer)}
-        self._offloader = Offloader(groups, config.megatron.offloads, self.device)
+        self.offloader = Offloader(groups, config.megatron.offloads, self.device)
         if self._role is Role.POLICY:
             self._make_streams()
             if config.uses_router_replay and self._map.model.num_experts:
                 self._model.enable_router_replay()
-        self._offloader.release(*groups)
+        self.offloader.release(*groups)
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
@@ -109,9 +109,9 @@ class MegatronBackend(Backend):
         return self._model.parallelism.data_rank
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
-        self._offloader.load(PARAMS)
+        self.offloader.load(PARAMS)
         values = self._model.forward(microbatches, temperature)
-        self._offloader.release(PARAMS)
+        self.offloader.release(PARAMS)
         return values
 
     def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
@@ -122,8 +122,11 @@ class MegatronBackend(Backend):
         self, microbatches: Sequence[Microbatch], temperature: float, loss: LossFunction, *, is_whole: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         if is_whole or not self._has_blocks:
-            self._zero_gradients()
-        self._offloader.load(PARAMS)  # a forward since the last block has released them
+            self.offloader.load(PARAMS, GRADS)
+            for chunk in self._model.ddp_chunks():
+                chunk.zero_grad_buffer()
+            self._optimizer.zero_grad()
+        self.offloader.load(PARAMS)  # a forward since the last block has released them
         self._has_blocks = not is_whole
         shards = self._model.cut(microbatches)
         # Megatron divides a whole update by all ranks' rows, which its auxiliary losses need; ours is divided already.
@@ -133,7 +136,7 @@ class MegatronBackend(Backend):
         return values, self._sum_metrics([metrics for _, metrics in collected])
 
     def complete_blocks(self, factor: float) -> None:
-        self._offloader.load(PARAMS)  # which the step needs too
+        self.offloader.load(PARAMS)  # which the step needs too
         self._model.complete_blocks(factor)
 
     def replayed(self) -> torch.Tensor:
@@ -148,16 +151,16 @@ class MegatronBackend(Backend):
         if self._config.megatron.empty_cuda_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._model.parallelism.activate()
-        self._offloader.load(OPTIMIZER)
+        self.offloader.load(OPTIMIZER)
         set_rates(self._optimizer, lr, weight_decay)
         _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
-        self._offloader.release(OPTIMIZER)
+        self.offloader.release(OPTIMIZER)
         self.discard_gradients()
         return math.inf if norm is None else float(norm)  # None: Megatron has found it while it undid a loss scale
 
     def discard_gradients(self) -> None:
         self._has_blocks = False
-        self._offloader.release(GRADS, PARAMS)
+        self.offloader.release(GRADS, PARAMS)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._stream.to_first())
@@ -168,11 +171,8 @@ class MegatronBackend(Backend):
     def sent_weights(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         yield from self._streamed(self._stream.to_senders(bucket_bytes))
 
-    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._streamed(self._adapter.to_first())
-
-    def adapter_of_modules(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.adapter()  # transformers' modules have the checkpoint's names in every family
+    def adapter(self, *, of_modules: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._streamed(self._adapter.to_first())  # modules have the checkpoint's names in every family
 
     def base(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._base.to_first())
@@ -196,9 +196,9 @@ class MegatronBackend(Backend):
             return self._checkpointer.begin_save(directory, is_copied=True)
 
     def load(self, directory: Path) -> None:
-        self._offloader.load(PARAMS, OPTIMIZER)
+        self.offloader.load(PARAMS, OPTIMIZER)
         self._checkpointer.load(directory)
-        self._offloader.release(PARAMS, OPTIMIZER)
+        self.offloader.release(PARAMS, OPTIMIZER)
 
     def close(self) -> None:
         self._closing.close()
@@ -237,12 +237,12 @@ class MegatronBackend(Backend):
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        self._offloader.load(PARAMS, OPTIMIZER)
+        self.offloader.load(PARAMS, OPTIMIZER)
         self._finish_update()
         try:
             yield
         finally:
-            self._offloader.release(PARAMS, OPTIMIZER)
+            self.offloader.release(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
         if not self._model.parallelism.has_replicas:  # this rank has updated all of its weights itself
@@ -252,10 +252,10 @@ class MegatronBackend(Backend):
                 chunk.start_param_sync(force_sync=True)
 
     def _streamed(self, stream: Iterator[T]) -> Iterator[T]:
-        self._offloader.load(PARAMS)
+        self.offloader.load(PARAMS)
         self._finish_update()
         yield from stream
-        self._offloader.release(PARAMS)
+        self.offloader.release(PARAMS)
 
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
@@ -268,12 +268,6 @@ class MegatronBackend(Backend):
             self._base = WeightStream(parameters, part_of, parallelism, self.device)
             adapter_part_of = functools.partial(adapter_part, self._map)
             self._adapter = WeightStream(adapters, adapter_part_of, parallelism, self.device)
-
-    def _zero_gradients(self) -> None:
-        self._offloader.load(PARAMS, GRADS)
-        for chunk in self._model.ddp_chunks():
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
 
     def _collect(self, loss: LossFunction, factor: int) -> Collect:
         """Returns what the schedule calls with a micro-batch: the loss times `factor`, the rows, and what to keep."""

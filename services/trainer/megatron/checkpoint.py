@@ -25,7 +25,7 @@ from services.common.files.storage import writing
 from services.trainer.adapters import is_adapter
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.ranks import gather_json
+from services.trainer.checkpoint.ranks import gather_json, same_on_all_ranks
 from services.trainer.compat.megatron.state import group_of, rng_tracker
 from services.trainer.megatron import optimizer as optimizers
 from services.trainer.megatron.model import Chunk, ValueModel
@@ -173,15 +173,12 @@ def load_converted_weights(chunks: Sequence[Chunk], parallelism: Parallelism, pa
     model's is InvalidInput.
     """
     directory = Path(path)
-    problem = ""
-    if dist.get_rank() == 0 and (directory.parent / "manifest.json").is_file():
-        try:
-            checkpoint.verify(directory.parent)
-        except LockstepError as error:
-            problem = error.message
-    problem = gather_json(problem, torch.device("cpu"))[0]
-    if problem:
-        raise InvalidInput(f"{_FIELD}: {problem}", field=_FIELD)
+    with same_on_all_ranks():
+        if dist.get_rank() == 0 and (directory.parent / "manifest.json").is_file():
+            try:
+                checkpoint.verify(directory.parent)
+            except LockstepError as error:
+                raise InvalidInput(f"{_FIELD}: {error.message}", field=_FIELD) from error
     try:
         names = saved_shapes(directory)
         is_apart = any(re.search(r"(^|\.)decoder\.layers\.\d+\.", name) for name in names)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges, is_main_replica
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, TorchDistLoadShardedStrategy
@@ -123,12 +123,8 @@ def _problems(tensors: Sharded, saved: Mapping[str, tuple[int, ...]]) -> list[st
         shape = saved.get(shard.key)
         if shape is None:
             problems.append(f"no tensor {shard.key}")
-        elif not _fits(shard, shape):
+            continue
+        is_padded = shard.allow_shape_mismatch and shape[0] >= shard.global_shape[0]  # the vocabulary, by converters
+        if shape != shard.global_shape and not (is_padded and shape[1:] == shard.global_shape[1:]):
             problems.append(f"{shard.key} is {list(shape)} there and {list(shard.global_shape)} here")
     return problems
-
-
-def _fits(shard: ShardedTensor, shape: tuple[int, ...]) -> bool:
-    if shard.allow_shape_mismatch:  # the vocabulary, which converters pad
-        return shape[0] >= shard.global_shape[0] and shape[1:] == shard.global_shape[1:]
-    return shape == shard.global_shape

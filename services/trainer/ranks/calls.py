@@ -143,7 +143,7 @@ _LOSS_S = 1.0
 _GREETING = b"hello"
 
 
-Phase = Callable[[str, str], AbstractContextManager[None]]
+Phase = Callable[[str, str], AbstractContextManager[object]]
 """Takes a command's name and role; returns a context manager that is entered while all ranks run the command."""
 
 
@@ -207,14 +207,10 @@ class Ranks:
         except TimeoutError as error:
             raise self._fail(f"ranks {sorted(missing)} did not connect within {_COMING_S:g} s") from error
         self._watching = asyncio.create_task(self._watch(self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)))
-        await self._greet_all()
-
-    async def _greet_all(self) -> None:
-        """Waits until every rank has answered a greeting. One that was lost before it was watched never does."""
         missing = set(range(self.num_ranks))
         for rank in missing:
             await self._send(rank, [_GREETING])
-        while missing:
+        while missing:  # a rank that was lost before it was watched never answers
             answer = await self._received(_COMING_S)
             if answer is None:
                 raise self._fail(f"ranks {sorted(missing)} connected, but did not answer within {_COMING_S:g} s")
@@ -271,11 +267,12 @@ class Ranks:
                 await self._send(rank, [call_id, *message.pack()])
             phase = self._phase(name, arguments.get("role", "policy"))
             self._answering = asyncio.create_task(self._answers(name, call_id, phase, grace_s))
-            self._answering.add_done_callback(_retrieve)
+            # Retrieves the error, which asyncio would log if the call was canceled. The ranks have logged it.
+            self._answering.add_done_callback(lambda answering: answering.cancelled() or answering.exception())
             return await asyncio.shield(self._answering)
 
     async def _answers(
-        self, name: str, call_id: bytes, phase: AbstractContextManager[None], grace_s: float
+        self, name: str, call_id: bytes, phase: AbstractContextManager[object], grace_s: float
     ) -> list[Message]:
         answers: dict[int, Message] = {}
         errors: list[JsonObject] = []
@@ -366,9 +363,3 @@ def _untyped_answer(rank: int, error: BaseException, role: str) -> Message:
     message = f"rank {rank} on {host}: {type(error).__name__}: {error}{out_of_memory_hint(error, role)}"
     metadata = {"rank": str(rank), "host": host, "traceback": trace}
     return Message({"error": {"class": None, "message": message, "metadata": metadata}})
-
-
-def _retrieve(answering: asyncio.Task[list[Message]]) -> None:
-    """Retrieves the error, which asyncio would log if the call was canceled. The ranks have logged it."""
-    if not answering.cancelled():
-        answering.exception()

@@ -8,7 +8,7 @@ import torch
 
 from services.common.errors import Overloaded, Reason
 from services.common.memory import DeviceState, changed, device_state, gib
-from services.trainer.backend import Backend, Part, Role
+from services.trainer.backend import Backend, Part, Role, groups_of
 from services.trainer.ranks.calls import Message, rank_command
 
 
@@ -37,8 +37,8 @@ class MemoryCommands:
             Overloaded: OUT_OF_MEMORY, the device has too little. Nothing was moved.
         """
         begin, before = time.perf_counter(), self._device_state()
-        parts, backends = [Part(part) for part in model_parts], self._backends_of(roles)
-        needed = sum(backend.needed_bytes(parts) for backend in backends)
+        groups, backends = groups_of(list(map(Part, model_parts))), self._backends_of(roles)
+        needed = sum(backend.offloader.needed_bytes(*groups) for backend in backends)
         if self._device.type == "cuda" and needed > before["device_free_bytes"]:
             raise Overloaded(
                 f"the trainer needs {gib(needed)} for {' and '.join(model_parts)} of {', '.join(roles)}, but "
@@ -49,7 +49,7 @@ class MemoryCommands:
                 free_bytes=before["device_free_bytes"],
             )
         for backend in backends:
-            backend.acquire(parts)
+            backend.offloader.restore(*groups)
         return self._answer(before, begin)
 
     def _backends_of(self, roles: Sequence[str]) -> list[Backend]:
@@ -65,8 +65,8 @@ class MemoryCommands:
         if self._device.type == "cuda":
             resident = torch.cuda.memory_reserved(self._device)
         else:
-            resident = sum(backend.device_bytes() for backend in self._backends.values())
-        host = sum(backend.host_bytes() for backend in self._backends.values())
+            resident = sum(backend.offloader.device_bytes() for backend in self._backends.values())
+        host = sum(backend.offloader.host_bytes() for backend in self._backends.values())
         return device_state(self._device, resident_bytes=resident, host_bytes=host)
 
     def _synchronize(self) -> None:

@@ -3,7 +3,7 @@
 import gc
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -31,8 +31,7 @@ from services.trainer.backend import Backend, Role
 from services.trainer.checkpoint import export as exports
 from services.trainer.checkpoint import manifest as checkpoint
 from services.trainer.checkpoint.ranks import in_background
-from services.trainer.losses import Totals
-from services.trainer.losses.kinds import require_importable
+from services.trainer.losses.kinds import Totals, require_importable
 from services.trainer.ranks.calls import Message, rank_command
 from services.trainer.ranks.memory import MemoryCommands, reserve_workspaces, return_free_memory
 from services.trainer.ranks.publish import SendingMember, join_epoch, send
@@ -40,14 +39,6 @@ from services.trainer.updates.batch import BatchUpdate, CriticUpdate
 from services.trainer.updates.packing import Microbatch, build_microbatch
 from services.trainer.updates.profiler import Profiler
 from services.trainer.updates.softmax import TopK
-
-# The config class of each role.
-CONFIGS: dict[Role, type[TrainerConfig]] = {
-    Role.POLICY: TrainerConfig,
-    Role.REFERENCE: TrainerConfig,
-    Role.CRITIC: CriticSettings,
-    Role.TEACHER: TrainerConfig,
-}
 
 
 class Worker(MemoryCommands):
@@ -83,7 +74,7 @@ class Worker(MemoryCommands):
             InvalidInput: The config is invalid, or the policy's loss cannot be imported.
         """
         role = Role(role)
-        config = parse_json(CONFIGS[role], config_json)
+        config = parse_json(role.config, config_json)
         if role is Role.POLICY:
             require_importable(config.loss)
         self._close_role(role)
@@ -150,7 +141,10 @@ class Worker(MemoryCommands):
         """
         wanted = TopK(*top_k)
         scored = [replace(one, top_k=wanted) for one in self._microbatches(batches.decode(frames), microbatches)]
-        outputs = self._forward_of(Role(role))(scored, temperature)
+        # For a reference that is not open it is the base of a policy with adapters.
+        is_base = role == Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
+        forward = self._open().forward_base if is_base else self._open(Role(role)).forward
+        outputs = forward(scored, temperature)
         columns: dict[str, pa.Array] = {}
         for index, name in enumerate(("values",) if role == Role.CRITIC else ("logprobs", "entropy")):
             rows = [one.per_sample(out[index]) for one, out in zip(scored, outputs, strict=True)]
@@ -289,7 +283,7 @@ class Worker(MemoryCommands):
         subdirectory `adapter` gets the adapters alone, with the tokenizer.
         """
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
-        adapter = self._open().adapter_of_modules() if lora.rank else ()
+        adapter = self._open().adapter(of_modules=True) if lora.rank else ()
         if self._rank != 0:
             _exhaust(weights)
             _exhaust(adapter)
@@ -356,11 +350,6 @@ class Worker(MemoryCommands):
         self._open()
         assert self._plan is not None, "open creates the plan with the policy"
         return self._plan
-
-    def _forward_of(self, role: Role) -> Callable[[Sequence[Microbatch], float], list[torch.Tensor]]:
-        """Returns a role's forward. For a reference that is not open it is the base of a policy with adapters."""
-        is_base = role is Role.REFERENCE and role not in self._backends and self._configs[Role.POLICY].lora.rank
-        return self._open().forward_base if is_base else self._open(role).forward
 
     def _close_role(self, role: Role) -> None:
         if role is Role.POLICY:

@@ -63,7 +63,9 @@ class Profiler:
             goes_on = index + 1 in self._steps
         except torch.OutOfMemoryError as error:
             if self._config.memory_snapshot:
-                error.add_note(f"a snapshot of the GPU memory is in {self._write_snapshot()}")
+                path = (self._directory / f"rank-{self._rank}.oom.json.gz").absolute()
+                path.write_bytes(gzip.compress(json.dumps(allocations()).encode(), compresslevel=1))
+                error.add_note(f"a snapshot of the GPU memory is in {path}")
             raise
         finally:
             if not goes_on:
@@ -97,8 +99,3 @@ class Profiler:
             trace.stop()
             path = self._directory / f"rank-{self._rank}.steps-{steps[0]}-{steps[-1]}.json"
             trace.export_chrome_trace(str(path))
-
-    def _write_snapshot(self) -> Path:
-        path = (self._directory / f"rank-{self._rank}.oom.json.gz").absolute()
-        path.write_bytes(gzip.compress(json.dumps(allocations()).encode(), compresslevel=1))
-        return path

@@ -11,7 +11,7 @@ from services.common.config.megatron import MegatronConfig
 from services.common.config.trainer import TrainerConfig
 from services.common.families.registry import FAMILIES, MBRIDGE_TYPES
 from services.coordinator.fleet.probes import MODEL, problem
-from services.trainer.compat.megatron.mbridge import known_types
+from services.trainer.compat.megatron.mbridge import registry
 from services.trainer.proof import MOST_NATS
 from tests.trainer.harness_processes import marked, run_harness, to_run
 from tests.trainer.megatron.test_families import make_family
@@ -154,7 +154,7 @@ def test_proof_refuses_what_mbridge_has_wrong(answers: Answers, mutant: str) -> 
 
 
 def test_types_are_those_that_both_know() -> None:
-    assert set(MBRIDGE_TYPES) == known_types() & FAMILIES.keys()
+    assert set(MBRIDGE_TYPES) == registry().keys() & FAMILIES.keys()
 
 
 @pytest.mark.long

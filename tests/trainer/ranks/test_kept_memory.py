@@ -15,14 +15,10 @@ SIZES = {Part.OPTIMIZER: 40, Part.PARAMETERS: 10}
 class FakeBackend:
     def __init__(self) -> None:
         self.released: list[Part] = []
+        self.offloader = self
 
     def release(self, parts: Collection[Part]) -> None:
         self.released += parts
-
-    def acquire(self, parts: Collection[Part]) -> None: ...
-
-    def needed_bytes(self, parts: Collection[Part]) -> int:
-        return 0
 
     def device_bytes(self) -> int:
         return 50 - self.host_bytes()

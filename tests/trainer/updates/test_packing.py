@@ -82,7 +82,9 @@ async def test_a_backend_that_pads_gets_samples_by_length() -> None:
     batch, config = make_batch(4, 3, stamp), TrainerConfig(max_tokens_per_microbatch=64)
     header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0)
     card = ModelCard(files={"config.json": b'{"vocab_size": 64}'})
-    opened = OpenRole("", config, pb.OpenRunResponse(model_card=card), [0], TrainState(0, "", {}), digest="d")
+    opened = OpenRole(
+        Role.POLICY, "", config, pb.OpenRunResponse(model_card=card), [0], TrainState(0, "", {}), digest="d"
+    )
     opened = replace(opened, pads_rows=True)
     ranks = AsyncMock()
     training = BatchTraining(ranks, header, Role.POLICY, opened)

@@ -68,10 +68,6 @@ def _adapt(module: types.ModuleType) -> None:
         adapt(module)
 
 
-def _no_jit(module: types.ModuleType) -> None:
-    module.disable_jit_fuser()  # torch.compile would run a C++ compiler per function and shape
-
-
 def _cpu_generator(module: types.ModuleType) -> None:
     """Replaces the two functions that use torch._C's CUDA generator.
 
@@ -93,7 +89,7 @@ def _experts_without_te(module: types.ModuleType) -> None:
 
 
 _MODULES: dict[str, Callable[[types.ModuleType], None]] = {
-    "jit": _no_jit,
+    "jit": lambda module: module.disable_jit_fuser(),  # torch.compile would run a C++ compiler per function and shape
     "tensor_parallel.random": _cpu_generator,
     "transformer.moe.moe_utils": _experts_without_te,
 }

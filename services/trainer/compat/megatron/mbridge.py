@@ -98,11 +98,9 @@ class ModelBridge(_Base):
         return self._model_provider([])(*ends, vp_stage=stage)
 
     def tensor_names(self, parameter: str) -> tuple[str, ...]:
-        """Returns the checkpoint tensors of a parameter."""
         return tuple(self._weight_name_mapping_mcore_to_hf(self._fused(parameter)))
 
     def cut(self, parameter: str, tensors: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
-        """Returns the shard of rank `rank` of `size`."""
         name = self._fused(parameter)
         whole = self._weight_to_mcore_format(name, list(tensors))
         return self._weight_split_across_tp(name, whole, _cut_like(name, whole.shape, size), size)[rank]
@@ -157,11 +155,6 @@ class ModelBridge(_Base):
             self.mpu = own
 
 
-def known_types() -> frozenset[str]:
-    """Returns each model_type that mbridge registers."""
-    return frozenset(_registry())
-
-
 def make_bridge(
     hf: PretrainedConfig, make_config: Callable[..., TransformerConfig], rope: Mapping[str, object], dtype: torch.dtype
 ) -> ModelBridge:
@@ -169,11 +162,12 @@ def make_bridge(
 
     `make_config` takes mbridge's settings as keywords. `rope` has GPTModel's arguments for scaled rotary frequencies.
     """
-    base = _registry()[hf.model_type]
+    base = registry()[hf.model_type]
     return type(base.__name__, (ModelBridge, base), {})(hf, make_config, rope, dtype)
 
 
-def _registry() -> Mapping[str, type]:
+def registry() -> Mapping[str, type]:
+    """Returns mbridge's class of each model_type."""
     from mbridge.core.bridge import _MODEL_REGISTRY  # late: the version is checked first, which names the extra
 
     return _MODEL_REGISTRY
