@@ -6,7 +6,6 @@ from services.common.rpc.server import Server
 
 
 async def run(options: ServeOptions) -> int:
-    """Serves until a signal arrives."""
     from lockstep.reward.v1 import agent_pb2_grpc, environment_pb2_grpc, reward_pb2_grpc
 
     from services.reward.agents import servicer as agents
@@ -31,7 +30,6 @@ async def run(options: ServeOptions) -> int:
 
 
 def main() -> None:
-    """Starts the reward service from the command line."""
     serve_from_command_line("reward", run)
 
 

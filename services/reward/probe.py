@@ -83,7 +83,6 @@ def _told(outcome: Outcome) -> dict[str, object]:
 
 
 async def environment(requests: Requests) -> Answers:
-    """Opens an environment and plays its episodes."""
     config = EnvironmentSection.model_validate((await anext(requests))["environment"]).root
     assert config.kind != "agent", "it has a check of its own"
     one_worker = {"num_workers": 1} if isinstance(config, WorkerEnvironmentConfig) else {}
@@ -119,7 +118,6 @@ async def environment(requests: Requests) -> Answers:
 
 
 async def agent(requests: Requests) -> Answers:
-    """Opens an agent, and plays an episode of it."""
     opening = await anext(requests)
     config = EnvironmentSection.model_validate(opening["environment"]).root
     assert config.kind == "agent", "others take turns"

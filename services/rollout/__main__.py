@@ -71,7 +71,6 @@ def _prepare(files: contextlib.ExitStack) -> None:
 
 
 async def run(options: ServeOptions) -> int:
-    """Serves until a signal arrives or the engine dies."""
     from lockstep.rollout.v1 import rollout_pb2_grpc
 
     from services.rollout.servicer import NAME, RolloutServicer
@@ -88,7 +87,6 @@ async def run(options: ServeOptions) -> int:
 
 
 def main() -> None:
-    """Starts the rollout service from the command line."""
     with contextlib.ExitStack() as files:
         serve_from_command_line("rollout", run, prepare=functools.partial(_prepare, files))
 

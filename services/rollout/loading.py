@@ -47,7 +47,6 @@ class Copy:
     stride: tuple[int, ...]
 
     def target(self) -> torch.Tensor:
-        """Returns the engine's tensor to copy to."""
         empty = torch.empty(0, dtype=self.piece.dtype, device=self.storage.device)
         return empty.set_(self.storage, self.offset, self.piece.place.size, self.stride)
 
@@ -72,7 +71,6 @@ class Recorder(OperatorWatch):
         self.problem = ""
 
     def add_bucket(self, index: int, flat: torch.Tensor) -> None:
-        """Registers `flat` as the received bytes of bucket `index`."""
         self._buckets[_address(flat)] = index
 
     def see_quantizing(self, layer: nn.Module) -> None:

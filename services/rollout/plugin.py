@@ -15,7 +15,6 @@ from services.rollout.compat.vllm.patches import (
 
 
 def install() -> None:
-    """Installs what every engine process needs."""
     ignore_model_path()
     copy_temperatures()
     end_at_stop_strings()

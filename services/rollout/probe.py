@@ -9,7 +9,6 @@ from services.common.probe import Answers, Requests, answer_with
 
 
 async def engine(requests: Requests) -> Answers:
-    """Compares the names with the fields of vLLM's engine arguments."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]

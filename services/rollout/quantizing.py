@@ -66,19 +66,16 @@ class Fill:
     place: Place
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the place as a view of the layer's parameter."""
         offset = int(tensor.storage_offset()) + self.place.offset
         return tensor.as_strided(self.place.size, self.place.stride, offset)
 
     def rows(self, columns: int) -> slice | None:
         """Returns which rows of a matrix with that many columns are filled; None if it is not whole rows."""
-        (first, before), (last, after) = (divmod(at, columns) for at in (self.place.offset, self._end))
+        begin = self.place.offset
+        ends = begin, begin + math.prod(self.place.size)
+        (first, before), (last, after) = (divmod(at, columns) for at in ends)
         is_dense = self.place.stride == self.piece.place.stride == contiguous_stride(self.place.size)
         return slice(first, last) if is_dense and before == after == 0 else None
-
-    @property
-    def _end(self) -> int:
-        return self.place.offset + math.prod(self.place.size)
 
 
 class LayerMap:
@@ -101,7 +98,6 @@ class LayerMap:
         return list(self._fills)
 
     def begin(self) -> None:
-        """Forgets a publication that broke off."""
         self._left = set()
 
     def load(self, index: int, flat: torch.Tensor) -> None:
@@ -123,11 +119,9 @@ class LayerMap:
             finish_quantizing(self.layer)
 
     def forget_buffers(self) -> None:
-        """Drops the views of the memory that buckets arrived in."""
         self._calls.clear()
 
     def received(self, index: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the layer's parts of a received bucket, as views."""
         return [fill.piece.of(flat) for fill in self._fills[index]]
 
     def loaded(self, index: int) -> list[torch.Tensor]:

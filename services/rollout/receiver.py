@@ -97,7 +97,6 @@ class WeightReceiver(worker.WorkerExtension):
                 worker.reload_weights(worker.model_of(self), self.model_config, _zeros(self._lockstep_plan))
 
     def lockstep_record_experts(self) -> None:
-        """Begins to record routed experts, if the engine was started to return them."""
         record_experts(self)
 
     def lockstep_record_masks(self) -> bool:
@@ -161,7 +160,6 @@ class WeightReceiver(worker.WorkerExtension):
         }
 
     def lockstep_leave(self) -> None:
-        """Leaves the epoch, if one was joined."""
         group, self._lockstep_group = self._lockstep_group, None
         if group is not None:
             self._lockstep_loading.forget_buffers()

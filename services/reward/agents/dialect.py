@@ -73,7 +73,6 @@ class Dialect:
         raise NotImplementedError
 
     def error(self, refusal: Refusal) -> JsonObject:
-        """Returns the body of a refusal."""
         said = {"message": refusal.message, "type": "invalid_request_error"}
         return {"error": {**said, "param": refusal.param or None, "code": refusal.code or None}}
 

@@ -216,7 +216,6 @@ class Endpoint:
             await server.close()
 
     def begin(self, ask: Ask, max_model_len: int) -> Line:
-        """Begins the line of an episode."""
         if self._site:
             self._site.renew()
         name = os.urandom(_NAME_LENGTH // 2).hex()

@@ -70,7 +70,6 @@ class Responses(Dialect):
 
 
 def _read_input(said: JsonObject) -> list[JsonObject]:
-    """Returns the messages of the instructions and of the input."""
     instructions = read_text(said.get("instructions", ""), "instructions")
     messages: list[JsonObject] = [{"role": "system", "content": instructions}] if instructions else []
     items = said.get("input")

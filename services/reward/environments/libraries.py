@@ -51,7 +51,6 @@ class Game:
             self._inner = self._inner.env
 
     def reset(self, seed: int, row: Mapping[str, object]) -> str:
-        """Returns the rules and the first position."""
         seed %= 2**32  # numpy takes no larger one
         self._states = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
         with self._own_generators():

@@ -93,7 +93,6 @@ class OpenEnvironment(Environment):
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
 
     def _read(self, data: JsonMapping) -> tuple[Message, float, bool]:
-        """Returns what the policy sees, the reward and whether it is the end."""
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
             raise _failed(EnvironmentFailure.INVALID_REPLY, f"no observation and done: {data!r}")

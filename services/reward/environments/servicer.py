@@ -194,7 +194,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             await table.close()
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
-        """Begins an episode, or repeats the answer."""
         table = self._table_for(request.run_id)
         if not request.episode_id:
             raise InvalidInput("episode_id: must not be empty", field="episode_id")

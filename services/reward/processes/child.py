@@ -112,7 +112,6 @@ class _ConcurrentCalls:
         self._cancels: set[asyncio.Task[None]] = set()
 
     def receive(self, message: Reply) -> None:
-        """Begins or cancels a call."""
         if "cancel" not in message:
             self._calls[message["id"]] = asyncio.create_task(self._answer(message))
         elif message["cancel"] in self._calls:

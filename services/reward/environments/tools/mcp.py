@@ -214,7 +214,6 @@ def _text(part: ContentBlock) -> str:
 
 
 async def _list_tools(session: ClientSession) -> tuple[list[Tool], Implementation]:
-    """Returns the tools and the server's name and version."""
     from mcp.types import PaginatedRequestParams
 
     tools: list[Tool] = []

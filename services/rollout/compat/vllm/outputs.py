@@ -25,7 +25,6 @@ class SchedulerMixin(Scheduler if TYPE_CHECKING else object):
         return table
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """Aborts requests and forgets them."""
         aborted = super().finish_requests(request_ids, finished_status)
         for request in aborted:
             for table in self._tables:

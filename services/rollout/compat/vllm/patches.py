@@ -126,17 +126,17 @@ def keep_sockets_together() -> None:
     Reason: vLLM never removes them, and a process forked for an engine does not see the service's environment. Seen
     with vLLM 0.32.0.
     """
-    _do_before(MultiprocExecutor, "_init_executor", _make_sockets_beside_model_card)
+
+    def beside_model_card(executor: Executor) -> None:
+        os.environ["VLLM_RPC_BASE_PATH"] = executor.model_config.model
+
+    _do_before(MultiprocExecutor, "_init_executor", beside_model_card)
 
 
 def _tell(stage: str, executor: Executor) -> None:
     path = os.path.join(executor.model_config.model, STAGES_SOCKET)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):  # nobody listens
         sender.sendto(stage.encode(), path)
-
-
-def _make_sockets_beside_model_card(executor: Executor) -> None:
-    os.environ["VLLM_RPC_BASE_PATH"] = executor.model_config.model
 
 
 def _do_before(kind: type[Executor], method: str, action: Callable[[Executor], None]) -> None:

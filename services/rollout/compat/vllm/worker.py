@@ -194,7 +194,6 @@ class _DirectCopies(OperatorWatch):
         self._targets: dict[int, Any] = {_storage(tensor): tensor for tensor in named}
 
     def see(self, func: OpOverload, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Loads the source of a copy to a parameter."""
         target = self._targets.get(_storage(inputs[0])) if func is torch.ops.aten.copy_.default else None
         if target is not None:
             target.weight_loader(target, inputs[1])
