@@ -13,9 +13,6 @@ class TrainerMetrics:
     """Collects the trainer's metrics. `Ranks` times the commands, and the servicer counts the rest."""
 
     def __init__(self, registry: CollectorRegistry | None = None):
-        self.version = Gauge(
-            "lockstep_trainer_version", "Number of batches that were applied to the role.", ["role"], registry=registry
-        )
         self._seconds = Histogram(
             "lockstep_trainer_phase_seconds",
             "Time that a command (forward, apply_batch, send, save, ...) took on all ranks, without time in the queue.",
@@ -37,6 +34,9 @@ class TrainerMetrics:
             "Time to gather, send and verify one publication.",
             buckets=SECONDS,
             registry=registry,
+        )
+        self.version = Gauge(
+            "lockstep_trainer_version", "Number of batches that were applied to the role.", ["role"], registry=registry
         )
 
     def phase(self, name: str, role: str) -> AbstractContextManager[object]:
