@@ -158,7 +158,7 @@ def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoi
         )
 
 
-def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened: OpenRole) -> None:
+def check_contract(header: pb.TrainHeader, samples: pa.Table, opened: OpenRole) -> None:
     """Checks that the batch carries exactly the policy's held stamp, and every sample too (docs/design.md, On-policy).
 
     With `trainer.lag`, the samples must carry the stamp of exactly the earlier publication that the header names.
@@ -172,15 +172,15 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, role: Role, opened
     """
     check_values(samples, opened)
     check_groups(samples)
-    if role is Role.POLICY and opened.config.loss.kind == "sft":
+    if opened.role is Role.POLICY and opened.config.loss.kind == "sft":
         # The samples come from a data set, not from a policy.
         require_version(header.expected_stamp.version, opened, "the batch is for version {}")
         return
-    stamp = header.expected_stamp if role is Role.CRITIC else opened.stamp
+    stamp = header.expected_stamp if opened.role is Role.CRITIC else opened.stamp
     require_stamp(header.expected_stamp, stamp, who="the trainer")
-    if role is Role.CRITIC:
+    if opened.role is Role.CRITIC:
         require_version(header.critic_version, opened, "the batch is for version {}")
-    drawn = _drawn_stamp(header, opened) if role is Role.POLICY else stamp
+    drawn = _drawn_stamp(header, opened) if opened.role is Role.POLICY else stamp
     stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
     for row in stamps.to_pylist():
         sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])
@@ -268,8 +268,7 @@ def replay(header: pb.TrainHeader, opened: OpenRole, sha256: str) -> pb.TrainRes
             "restart the trainer, to resume from a checkpoint",
             reason=Reason.REPLAYED_BATCH,
         )
-    is_critic = ROLES[header.role] is Role.CRITIC
-    applied_to = header.critic_version if is_critic else header.expected_stamp.version
+    applied_to = header.critic_version if opened.role is Role.CRITIC else header.expected_stamp.version
     if applied_to + 1 != state.version:
         raise PreconditionFailed(
             f"batch {header.batch_id} was applied to version {state.version - 1}, not to {applied_to}",

@@ -124,7 +124,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         role = contract.role_of(header.role, is_trained=True)
         async with self._changing:
             opened = self._require_open(role)
-            training = BatchTraining(self._ranks, header, role, opened)
+            training = BatchTraining(self._ranks, header, opened)
             if not (is_repeated := header.batch_id == opened.state.last_batch_id):
                 opened.require_here(*Part)
                 await self._arriving.begin(training)

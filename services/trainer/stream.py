@@ -81,7 +81,7 @@ class BatchReader:
 class BatchTraining:
     """Trains a role on one batch, whose blocks the ranks get as they arrive. Only `apply` changes the weights."""
 
-    def __init__(self, ranks: Ranks, header: pb.TrainHeader, role: Role, opened: OpenRole):
+    def __init__(self, ranks: Ranks, header: pb.TrainHeader, opened: OpenRole):
         """Checks what the header says of the whole batch.
 
         Raises:
@@ -90,7 +90,7 @@ class BatchTraining:
         if not header.batch_id:
             raise InvalidInput("batch_id: required", field="batch_id")
         check_temperature(header.temperature)
-        self.role, self.header, self.opened = role, header, opened
+        self.role, self.header, self.opened = opened.role, header, opened
         self.busy_s = 0.0
         """Seconds in which the ranks have worked on this batch."""
         self._ranks, self._config = ranks, opened.config
@@ -103,9 +103,9 @@ class BatchTraining:
         self._is_applied = False
         if not header.tokens_per_block:
             return
-        if role is Role.CRITIC or not self._config.adds_blocks:
+        if self.role is Role.CRITIC or not self._config.adds_blocks:
             raise InvalidInput(
-                f"tokens_per_block: must be 0, because the {role} with this config trains on whole batches "
+                f"tokens_per_block: must be 0, because the {self.role} with this config trains on whole batches "
                 "(docs/concepts.md, A step)",
                 field="tokens_per_block",
             )
@@ -128,7 +128,7 @@ class BatchTraining:
                 header says, or cannot be trained on with the config.
             PreconditionFailed: A stamp or a version is not that of the weights.
         """
-        check_contract(self.header, block, self.role, self.opened)
+        check_contract(self.header, block, self.opened)
         rows = self._rows_by_minibatch(block)
         begin = time.perf_counter()
         pads_rows = self.opened.pads_rows

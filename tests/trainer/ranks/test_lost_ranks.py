@@ -104,7 +104,7 @@ async def test_a_rank_that_is_lost_between_blocks_fails_the_batch(trainer: Train
     header = pb.TrainHeader(expected_stamp=stamp, batch_id="b", temperature=1.0, tokens_per_block=1)
     answer = pb.OpenRunResponse(model_card=ModelCard(files={"config.json": b'{"vocab_size": 64}'}))
     opened = OpenRole(Role.POLICY, "", TrainerConfig(num_ranks=2), answer, [0, 1], TrainState(0, "", {}), digest="d")
-    training = BatchTraining(trainer.ranks, header, Role.POLICY, opened)
+    training = BatchTraining(trainer.ranks, header, opened)
     with toy("follow", trainer.ranks.address.pack()) as rank:
         async with asyncio.timeout(PATIENCE_S):
             await trainer.ranks.wait_for_all()

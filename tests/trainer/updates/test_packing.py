@@ -87,7 +87,7 @@ async def test_a_backend_that_pads_gets_samples_by_length() -> None:
     )
     opened = replace(opened, pads_rows=True)
     ranks = AsyncMock()
-    training = BatchTraining(ranks, header, Role.POLICY, opened)
+    training = BatchTraining(ranks, header, opened)
     await training.add(batch)
     (part,) = ranks.call.call_args.args[1]
     ((_, sizes),) = part.body["minibatches"]
