@@ -78,7 +78,7 @@ async def scorers(requests: Requests) -> Answers:
 
 def _told(outcome: Outcome) -> dict[str, object]:
     if why := outcome.failure:
-        return {"failure": f"{why.scorer} fails with {why.reason}: {why.detail}"}
+        return {"failure": f"{outcome.failed_scorer} fails with {why.reason}: {why.detail}"}
     return {"reward": outcome.reward}
 
 

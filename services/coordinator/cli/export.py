@@ -56,7 +56,6 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
 
 
 def _instead_of(path: Path) -> str:
-    """Returns what to do instead of exporting `path`, which is no checkpoint."""
     if has := sorted(str(saved) for saved in (path / CHECKPOINTS).glob("step-*")):
         return f"give one of its checkpoints: {', '.join(has)}"
     if (path / LEDGER).is_file():

@@ -31,8 +31,6 @@ _POSITIONS = 4096
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The sizes of a first run."""
-
     prompts: int
     samples: int
     prompt_tokens: int
@@ -152,7 +150,6 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
 
 
 def _name_of(file: Path) -> str:
-    """Returns the name of a run that is like the file's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-") or "run"
 
 

@@ -320,7 +320,6 @@ def _require_new(out: Path) -> None:
 
 
 def _check_only(settings: "AnyConfig", services: "Addresses", coordinator: str = "") -> NoReturn:
-    """Checks a run and exits, with code 1 if a check fails."""
     from services.coordinator.doctor.session import examine_run
 
     if coordinator:

@@ -33,8 +33,6 @@ _TRAINERS = ("trainer", "reference", "critic", "teacher")
 
 
 class ServiceOptions(TypedDict, total=False):
-    """The values of the options that a command takes."""
-
     rollout: list[str] | None
     reward: list[str] | None
     trainer: str

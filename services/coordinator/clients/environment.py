@@ -194,7 +194,6 @@ class Environments:
             service.num_episodes -= 1
 
     async def close(self) -> None:
-        """Waits until all episodes have ended, and closes the channels."""
         await asyncio.gather(*self._ends)
         await gather(service.close() for service in self._services)
 
@@ -236,7 +235,6 @@ class _Service:
     async def play(
         self, begin: agent_pb2.Begin, answer: Answer, tasks: asyncio.TaskGroup, limit_s: float
     ) -> agent_pb2.PlayResponse:
-        """Returns the last message: the end of the agent, or its failure."""
         begin.run_id = self.reward.run_id
         sent: asyncio.Queue[agent_pb2.PlayRequest] = asyncio.Queue()
         sent.put_nowait(agent_pb2.PlayRequest(begin=begin))

@@ -19,8 +19,6 @@ Switch = Callable[[], Awaitable[None]]
 
 
 class Side(StrEnum):
-    """A side that can hold the GPUs."""
-
     TRAINER = "trainer"
     ENGINES = "engines"
 
@@ -172,8 +170,6 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of this host."""
-
     index: str
     uuid: str
     total_bytes: int

@@ -185,7 +185,6 @@ class Replica:
         return (await self._switch(RolloutService.Wake, pb.WakeRequest(part=part))).workers
 
     async def commit(self, stamp: PolicyStamp) -> None:
-        """Makes the replica serve the received weights."""
         await self._publish(RolloutService.CommitWeights, pb.CommitWeightsRequest(stamp=stamp))
         self.state, self.has_served = ReplicaState.SERVING, True
 
@@ -213,7 +212,6 @@ async def open_named(replica: Replica, run_id: str, config: Config, card: ModelC
 
 
 def why_not_open(error: LockstepError) -> str:
-    """Returns why a replica is not open, in a few words."""
     if error.reason is not Reason.UNREACHABLE:
         return error.message
     # gRPC: failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect ...: Connection refused

@@ -81,7 +81,6 @@ class ReplicaSet:
 
     @property
     def num_dead(self) -> int:
-        """Returns the number of replicas that were lost and have not come back."""
         return sum(replica.state is ReplicaState.DEAD and replica.num_opens > 0 for replica in self.replicas)
 
     @property

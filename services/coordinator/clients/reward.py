@@ -286,7 +286,6 @@ class Rewards:
 
     @contextmanager
     def least_loaded(self) -> Iterator[Reward]:
-        """Yields the service for one group."""
         service = min(self.services, key=lambda service: self._in_progress[service])
         self._in_progress[service] += 1
         try:

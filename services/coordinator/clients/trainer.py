@@ -93,7 +93,6 @@ class BlockStream:
         return answer.version, dict(answer.metrics)
 
     def send(self, block: pa.Table) -> None:
-        """Sends the next block."""
         self._parts.put_nowait([*_block(block, blocks.content_sha256(block))])
 
     def commit(self, batch: pa.Table) -> None:
@@ -133,7 +132,6 @@ _ROLES: Mapping[str, tuple[pb.Role, Mapping[str, str], Sequence[str]]] = {
 
 
 def role_of(name: str) -> pb.Role:
-    """Returns the role of the model of config section `name`."""
     return _ROLES[name][0]
 
 

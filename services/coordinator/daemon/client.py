@@ -201,7 +201,6 @@ async def show_status(coordinator: Coordinator, name: str, console: Console) -> 
 
 
 async def stop(coordinator: Coordinator, name: str, console: Console, *, now: bool) -> None:
-    """Asks a run to stop and prints its state."""
     async with coordinator:
         run = await coordinator.stop(name, now=now)
     console.print(f"run {name} is {state_name(run)}, with {run.version} of {counted(run.num_steps, 'step')} done")

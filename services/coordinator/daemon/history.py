@@ -52,7 +52,6 @@ def _read_newest_step(path: Path, _mtime_ns: int, _num_bytes: int) -> int:
 
 
 def state_name(run: pb.Run) -> str:
-    """Returns the state of a run as a word, such as `failed`."""
     return pb.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 

@@ -63,7 +63,6 @@ class _WriteWatcher:
         return self._until.is_set()
 
     async def more(self) -> None:
-        """Waits for a write or for `until`."""
         event = asyncio.create_task(self._inotify.get())
         try:
             await asyncio.wait([event, self._over], return_when=asyncio.FIRST_COMPLETED)

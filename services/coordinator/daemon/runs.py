@@ -213,7 +213,6 @@ class Runs:
         return run
 
     async def all(self) -> list[pb.Run]:
-        """Returns the state of all runs, sorted by name."""
         runs = {run.name: run for run in await asyncio.to_thread(_read_runs, self.directory)}
         runs |= {name: self._newest(name, runs.get(name)) or ended for name, ended in self._ended.items()}
         runs |= {name: in_progress.state for name, in_progress in self.running.items()}

@@ -10,8 +10,6 @@ from rich.text import Text
 
 
 class Verdict(StrEnum):
-    """The severity of a finding."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"

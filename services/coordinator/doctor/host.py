@@ -126,7 +126,6 @@ _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 
 
 def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Finding]:
-    """Runs all checks of this host."""
     yield check_python()
     try:
         gpus = visible_gpus()
@@ -189,7 +188,6 @@ def check_packages(locks: Sequence[Path], setup: str) -> Finding:
 
 
 def check_torch(gpus: int) -> Finding:
-    """Checks that torch can use this host's GPUs."""
     if find_spec("torch") is None:
         return Finding("torch", "not installed here; only trainer and rollout need it")
     import torch
@@ -236,7 +234,6 @@ def check_shared_memory(path: Path) -> Finding:
 
 
 def check_sockets() -> Finding:
-    """Checks that the processes of an engine can meet at Unix sockets."""
     try:
         with socket_directory() as directory:
             return Finding("sockets", f"in {Path(directory).parent}")
@@ -275,7 +272,6 @@ def check_disk(config: AnyConfig | None) -> Finding:
 
 
 def _existing(directory: Path) -> Path:
-    """Returns the directory, or the nearest of its parents that exists."""
     directory = directory.absolute()
     return next(path for path in (directory, *directory.parents) if path.is_dir())
 

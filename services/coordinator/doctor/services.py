@@ -171,7 +171,6 @@ class Answer:
 
 
 async def examine_services(addresses: Addresses) -> list[Finding]:
-    """Runs all checks of the services at `addresses`."""
     named = addresses.named
     answers = await gather(_ask(_KINDS.get(name, _TRAINER), address, addresses.transport) for name, address in named)
     findings, infos = [], {}

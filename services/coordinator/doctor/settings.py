@@ -178,7 +178,6 @@ def fix_of(why: str, of_missing_module: str, keys: str) -> str:
 
 
 def _functions(config: AnyConfig, addresses: Addresses) -> dict[str, Function]:
-    """Returns the functions that are called on this host, apart from scorers."""
     loss, functions = config.trainer.loss, dict[str, Function]()
     if loss.import_path and not addresses.trainer:
         functions["trainer.loss.import_path"] = loss.import_path, ("tokens", "config"), loss.kwargs
@@ -198,7 +197,6 @@ def check_engine(config: Config, command: Sequence[str] = ENGINE) -> Finding:
 
 
 def _float8_keys(config: AnyConfig, addresses: Addresses) -> list[str]:
-    """Returns the keys that make services of this host compute in float8."""
     keys: list[str] = []
     if isinstance(config, Config) and starts_replicas(config, addresses) and config.rollout.quantized_key:
         keys.append(f"rollout.{config.rollout.quantized_key}")
@@ -217,7 +215,6 @@ def check_float8(keys: Sequence[str]) -> Finding:
 
 
 def check_suffix_decoding() -> Finding:
-    """Checks that the package for suffix decoding is installed."""
     try:
         require_suffix_decoding()
     except PreconditionFailed as error:

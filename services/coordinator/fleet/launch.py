@@ -111,7 +111,6 @@ class Addresses:
 
     @property
     def rollout_transport(self) -> Transport:
-        """Returns how to connect to the replicas."""
         return replace(self.transport, name=self.rollout_name)
 
     @property
@@ -121,7 +120,6 @@ class Addresses:
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Returns (name of the service, address) of every address that is not empty."""
         several = [(name, one) for name, these in (("rollout", self.rollout), ("reward", self.reward)) for one in these]
         return [(name, address) for name, address in [*self.trainers.items(), *several] if address]
 
@@ -239,8 +237,6 @@ class Child:
 
 
 class Fleet:
-    """The services that were started here."""
-
     def __init__(self, addresses: Addresses, children: Sequence[Child], forks: Forks):
         self.addresses, self._children, self._forks = addresses, children, forks
 

@@ -122,8 +122,6 @@ def _is_due(run: Run[AnyConfig], version: int, *, is_early: bool) -> bool:
 
 @dataclass(frozen=True)
 class Services:
-    """The open services of a run."""
-
     trainer: Trainer
     rollout: Rollout
     reward: Rewards

@@ -99,8 +99,6 @@ def _stop_without_terminal(run: Run[AnyConfig], main: asyncio.Task[object] | Non
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run that finished or was stopped."""
-
     directory: Path
     version: int
     num_steps: int

@@ -114,8 +114,6 @@ class StageLines(Reporter):
 
 
 class Stages:
-    """What the services are doing, and since when."""
-
     def __init__(self) -> None:
         self._running: dict[tuple[str, str], float] = {}
 

@@ -306,7 +306,6 @@ def _plain(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int,
 def _logits(
     trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, tokens: int, *, is_gpu: bool
 ) -> tuple[int, int]:
-    """Returns the bytes of the logits that exist at once in the forward and in the backward pass."""
     rows, size = model.vocab_size // layout.tp, weight_bytes(trainer, is_gpu=is_gpu)
     at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # if all tokens are predicted

@@ -39,7 +39,6 @@ class FrozenModel:
 
     @property
     def line(self) -> str:
-        """Returns the line of `lockstep plan` for a model on ranks of its own."""
         weights, peak = (size / 2**30 for size in (self.weights, self.weights + self.forward))
         count, ranks = f"{self.num_parameters / 1e9:.3g}B parameters", counted(self.num_ranks, "rank")
         return (

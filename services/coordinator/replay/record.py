@@ -19,8 +19,6 @@ from services.coordinator.runs.resume import differences, require_saved
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs from the recorded one."""
-
     what: str
     recorded: str
     now: str

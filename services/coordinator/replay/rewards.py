@@ -178,8 +178,6 @@ _NUM_SHOWN = 8  # tokens from the first that differs
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a call, as a row has them."""
-
     prompt: Sequence[int]
     answer: Sequence[int]
 
@@ -250,7 +248,6 @@ class _Mapper:
 
 
 def _tokens_of(rows: Sequence[JsonMapping]) -> dict[int, _Tokens]:
-    """Returns the tokens of each call by its number."""
     found: dict[int, _Tokens] = {}
     for row in rows:
         for call, begin, end in zip(row["calls"], row["turn_begins"], row["turn_ends"], strict=True):
@@ -260,7 +257,6 @@ def _tokens_of(rows: Sequence[JsonMapping]) -> dict[int, _Tokens]:
 
 
 def _differing(what: str, recorded: Sequence[int], now: Sequence[int]) -> Iterator[Difference]:
-    """Yields the first token that differs."""
     if tuple(recorded) != tuple(now):
         pairs = enumerate(zip(recorded, now, strict=False))
         at = next((at for at, (one, other) in pairs if one != other), min(len(recorded), len(now)))

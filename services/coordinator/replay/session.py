@@ -130,8 +130,6 @@ def _tensors(checkpoint: Path) -> dict[str, str]:
 
 
 class What(StrEnum):
-    """The part of a step to repeat."""
-
     REWARDS = "rewards"
     TRAIN = "train"
     ENVIRONMENT = "environment"

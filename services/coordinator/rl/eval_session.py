@@ -106,7 +106,6 @@ def with_own_config(checkpoint: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """Returns the directory of the run that saved `checkpoint`; None if no run did."""
     checkpoints = checkpoint.resolve().parent
     is_of_run = checkpoints.name == CHECKPOINTS and (checkpoints.parent / LEDGER).is_file()
     return checkpoints.parent if is_of_run else None

@@ -41,8 +41,6 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenizer, the training prompts and the evaluation sets of a run."""
-
     tokenizer: Tokenizer
     tools: Tools | None
     """Schemas of the tools that every prompt shows; None if the prompts were read without knowing them."""

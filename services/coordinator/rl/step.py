@@ -208,7 +208,6 @@ class BatchStream:
         self._blocks: list[pa.Table] = []
 
     def send(self, groups: Sequence[ScoredGroup]) -> None:
-        """Sends the next block; called as soon as it is complete."""
         config = self._run.config
         if self._call is None:
             stream = self._context.trainer.stream(self._run.batch_id(self._stamp.version), self._stamp)
@@ -242,7 +241,6 @@ class BatchStream:
 
 
 async def _unless_lost(stream: BlockStream) -> Updated | None:
-    """Returns the answer of `stream`, or None if it was lost on the way."""
     try:
         return await stream.run()
     except LockstepError as error:

@@ -195,7 +195,6 @@ class Checkpoints:
         self._saving = asyncio.create_task(self._save(models, version))
 
     async def finish(self) -> None:
-        """Waits for the save in progress, if there is one."""
         if self._saving is not None:
             await self._saving
             self._saving = None

@@ -92,7 +92,6 @@ class StepClock:
         self.restart()
 
     def restart(self) -> None:
-        """Ends the step and starts a new one."""
         self.close()
         self._seconds = dict.fromkeys(Phase, 0.0)
         self._ended_s = 0.0  # when the last phase ended

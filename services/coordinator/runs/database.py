@@ -76,7 +76,6 @@ class Database:
         return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
 
     def insert(self, sql: str, values: tuple[object, ...]) -> int:
-        """Runs one INSERT and returns the id of its row."""
         number = self._patiently(lambda: self._connection.execute(sql, values).lastrowid)
         assert number is not None
         return number
@@ -95,7 +94,6 @@ class Database:
         wait.end()
 
     def add_function(self, name: str, function: Callable[..., float]) -> None:
-        """Lets statements call `function` as `name`."""
         self._connection.create_function(name, -1, function, deterministic=True)
 
     def close(self) -> None:
@@ -143,7 +141,6 @@ _MOUNTS = Path("/proc/self/mounts")
 
 
 def _mount(path: Path, mounts: Path) -> tuple[str, str]:
-    """Returns the kind and the options of the file system that `path` is on."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
@@ -243,7 +240,6 @@ def _is_full(path: Path) -> bool:
 
 
 def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
-    """Returns the typed error: what failed, where, and what to do."""
     code = _code(error)
     if code in _LOCKED:
         message = f"{path} is locked by {_holder(path)}: {error}; end that process, then run the same command again"

@@ -27,8 +27,6 @@ Decision = JsonObject
 
 
 class Kind(StrEnum):
-    """What a decision is about."""
-
     OPENED = "opened"  # run id, config and versions, each time a coordinator opens the run
     DATA = "data"  # digests of the training data and of the held-out sets, each time a coordinator begins the run
     BEGUN = "begun"  # newest finished step, each time a coordinator has opened the services

@@ -19,8 +19,6 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """A decision as it is in the ledger."""
-
     seq: int  # counts rows from 1
     time_s: float  # seconds since 1970
     kind: str  # a `Kind`, or one of a newer release

@@ -183,7 +183,6 @@ def batch_path(run_dir: Path, version: int) -> Path:
 
 
 def calls_path(run_dir: Path, version: int) -> Path:
-    """Returns the file of what agents asked and left behind in the episodes of a batch."""
     return batch_path(run_dir, version).with_suffix(".calls.parquet")
 
 

@@ -36,7 +36,6 @@ class Note:
 
 
 def replica_state(replica: pb.Replica) -> str:
-    """Returns the state of a replica as a word."""
     if replica.is_unused:
         return "unused"
     if not replica.is_wanted:
@@ -106,7 +105,6 @@ def listed_replicas(run_dir: Path) -> list[pb.Replica]:
 
 
 def _published(run_dir: Path) -> tuple[int | None, list[str]]:
-    """Returns the version of the session's newest publication and the addresses that have received it."""
     with closing(LedgerReader(run_dir)) as ledger:
         published = ledger.last(Kind.PUBLISHED) if ledger.is_newer(Kind.PUBLISHED, Kind.OPENED) else None
     return (published["version"], list(published["received"])) if published else (None, [])
@@ -146,7 +144,6 @@ def _require_changeable(run_dir: Path) -> None:
 
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Keeps other processes from changing the file in the block."""
     handle = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -20,8 +20,6 @@ class ReplicaCounts(Protocol):
 
 
 class Ending(StrEnum):
-    """How a session of a run ended."""
-
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"

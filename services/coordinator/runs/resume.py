@@ -215,7 +215,6 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
 
 
 def _versions_of_functions(config: AnyConfig) -> dict[str, str]:
-    """Returns the versions of the user's loss and advantage, by their keys."""
     paths = {"trainer.loss.import_path": config.trainer.loss.import_path}
     if isinstance(config, Config):
         paths["advantage.import_path"] = config.advantage.import_path
@@ -379,7 +378,6 @@ def _earlier_revisions(changed: Iterable[str], now: object, before: object) -> I
 
 
 def _value(config: object, key: str) -> object:
-    """Returns the value of a dotted key, or None if there is none."""
     for part in key.split("."):
         config = cast(dict[str, object], config).get(part) if isinstance(config, dict) else None
     return config

@@ -301,7 +301,6 @@ class SftDataset:
 
 
 def digest_of(examples: Sequence[Example]) -> str:
-    """Returns a 128-bit hex digest of rows, in order: ids, tokens and masks."""
     digest = hashlib.blake2b(digest_size=16)
     for example in examples:
         digest.update(f"{example.prompt_id} {len(example.prompt_tokens)} {len(example.tokens)}\n".encode())

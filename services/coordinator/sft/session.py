@@ -35,8 +35,6 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SftData:
-    """Rows to train on, held-out rows by set name, and the tokenizer that has read them."""
-
     train: SftDataset
     held_out: Mapping[str, Sequence[Example]]
     tokenizer: Tokenizer
@@ -65,7 +63,6 @@ def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Seque
 
 
 def step_metrics(run: Run[SftConfig], trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
-    """Returns the metrics of the current step: of its batch, its update (`trained`) and its timing."""
     times = run.clock.metrics()
     num_tokens = sum(pc.sum(pc.list_value_length(batch[name])).as_py() for name in ("prompt_tokens", "tokens"))
     return {
@@ -102,7 +99,6 @@ async def train(run: Run[SftConfig], data: SftData, trainer: SftTrainer) -> None
 
 
 async def _save_and_evaluate(run: Run[SftConfig], data: SftData, trainer: SftTrainer, version: int) -> None:
-    """Saves and evaluates `version`, if this is due and not recorded yet."""
     if run.checkpoint_due(version):
         await run.checkpoints.begin([trainer], version)
     if run.eval_due(version) and not run.record.was_evaluated(version):

@@ -139,11 +139,9 @@ class Threads:
         return Call(number, conversation, shown, prompt, parent, after)
 
     def occurrence(self, call: Call) -> int:
-        """Returns how many earlier calls have the same prompt."""
         return sum(other.prompt == call.prompt for other in self.calls[: self.calls.index(call)])
 
     def drop(self, call: Call) -> None:
-        """Forgets a call that gets no answer."""
         self.calls.remove(call)
 
     def paths(self) -> list[Path]:

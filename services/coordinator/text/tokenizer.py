@@ -124,7 +124,6 @@ class Tokenizer:
 
     @property
     def template_digest(self) -> str:
-        """A 128-bit hex digest of the chat template, or of an empty text."""
         return hashlib.blake2b((self.template_source or "").encode(), digest_size=16).hexdigest()
 
     def has_token(self, text: str) -> bool:
@@ -340,7 +339,6 @@ def _read_eos_token_ids(
 
 
 def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:
-    """Returns the tokens that end a completion, each once."""
     own = () if sampling.ignore_eos else tokenizer.eos_token_ids
     return list(dict.fromkeys((*own, *sampling.stop_token_ids)))
 

@@ -25,8 +25,6 @@ _HIDDEN = ("config", "versions", "metrics")  # too long for a line
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a verification."""
-
     rows: Sequence[LedgerRow]
     """The shortest prefix of the ledger that is illegal; all of it if none is."""
     num_samples: int

@@ -98,8 +98,6 @@ class _Row(TypedDict):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The result of a conversion."""
-
     dataset: str
     source: str
     files: Mapping[Split, Path]

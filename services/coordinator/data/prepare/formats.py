@@ -106,8 +106,6 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in (GSM8K, DEEPS
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """The options of a conversion."""
-
     bad_rows: Literal["fail", "drop"] = "fail"
     test_size: int = 500
     """Number of distinct problems to hold out as test if the source has no test split; 0 for none."""

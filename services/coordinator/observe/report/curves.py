@@ -28,8 +28,6 @@ class Series(TypedDict):
 
 
 class Plot(TypedDict):
-    """Curves that share their axes."""
-
     title: str
     log: bool
     series: list[Series]

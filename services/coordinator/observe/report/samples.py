@@ -283,7 +283,6 @@ def _calls(segments: Sequence[Record], decode: Decode) -> Iterator[_Part]:
 
 
 def _ends(source: Source) -> dict[tuple[int, int], _Part]:
-    """Returns what the agents of a source said at their ends, by group and sample."""
     path = source.path.with_suffix(".calls.parquet")
     table = _read(replace(source, path=path), ["group", "sample", "text", "exit_code"]) if path.is_file() else None
     return {

@@ -27,8 +27,6 @@ from services.coordinator.runs.resume import differences
 
 
 class Head(TypedDict):
-    """A run as a whole."""
-
     name: str
     state: str
     facts: list[tuple[str, str]]
@@ -212,7 +210,6 @@ def _drawn(series: Sequence[_Series]) -> list[str]:
 
 
 def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
-    """Returns the last value of every held-out metric, with its step."""
     last = {metric: [run.series(metric)[-1:] for run in runs] for metric in _held_out_metrics(runs)}
     return {
         f"last {_of(metric)}": ["".join(f"{value:.4g} (step {step})" for step, value in points) for points in of_runs]

@@ -57,7 +57,6 @@ def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 
 def _mean(numbers: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns the weighted mean of each number's group; 0 if all weights are 0."""
     total = np.bincount(groups, weights)
     return (np.bincount(groups, weights * numbers) / np.where(total > 0, total, 1))[groups]
 

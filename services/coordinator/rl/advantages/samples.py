@@ -124,7 +124,6 @@ class Samples:
 
     @cached_property
     def sample_M(self) -> np.ndarray:
-        """Returns the index of each trained token's sample."""
         return self.to_tokens(np.arange(len(self.count_S)))
 
     @cached_property
@@ -145,7 +144,6 @@ class Samples:
 
     @property
     def net_rewards_S(self) -> np.ndarray:
-        """Returns each sample's reward minus the KL penalties of its tokens."""
         return self.rewards_S - self.penalty_S
 
     @property
@@ -220,7 +218,6 @@ def _turns(batch: pa.Table, sample: int, first_S: np.ndarray, offsets_R: np.ndar
 
 
 def num_trained_samples(batch: pa.Table) -> int:
-    """Returns the number of samples that have a trained token."""
     offsets_R = np.concatenate([[0], np.cumsum(pc.list_value_length(batch["tokens"]).to_numpy())])
     return int(np.count_nonzero(_trained_counts(trained_mask(batch), offsets_R[begins_of_samples(batch)])))
 

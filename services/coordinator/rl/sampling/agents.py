@@ -102,7 +102,6 @@ class AgentCollector(PlayedCollector):
         return SampledGroup(index, prompt, completions, request.stamp, segments=segments, left=left)
 
     async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled:
-        """Samples the answer of a call."""
         prompt, request, sample = episode.prompt, episode.request, episode.sample
         params = self.params(request, limit)
         params.stop.extend(stop)
@@ -140,7 +139,6 @@ class Model(Protocol):
 
 
 def begin_of(prompt: Prompt, config: Config, episode_id: str) -> Begin:
-    """Returns the message that begins an episode of `prompt`."""
     assert isinstance(config.environment, AgentEnvironmentConfig), "the run has an agent"
     columns = {name: prompt.extra[name] for name in config.environment.columns if name in prompt.extra}
     return Begin(
@@ -169,7 +167,6 @@ class AgentEpisode:
         """Number of the last call whose prompt was too long."""
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
-        """Returns the model's answer, or a refusal."""
         said = json.loads(asked.request_json)
         entry = self._log.ask(asked, said)
         async with self._adding:
@@ -212,7 +209,6 @@ class AgentEpisode:
         return CallAnswer(call=asked.number, num_prompt_tokens=len(call.prompt))
 
     async def _add(self, asked: AgentCall, said: JsonMapping) -> Call | CallAnswer:
-        """Returns the call with its tokens, or a refusal."""
         settings, model = self._settings, self._model
         model.count(overridden=bool(asked.overridden))
         if self._limit is None and self._num_calls >= settings.max_calls:

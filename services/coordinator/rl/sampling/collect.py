@@ -41,8 +41,6 @@ def _draft_metrics(drafts: Drafts) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """How to sample one prompt, and from which weights."""
-
     num_samples: int
     sampling: SamplingConfig
     stamp: PolicyStamp
@@ -195,7 +193,6 @@ class PlayedCollector(Collector):
         raise NotImplementedError
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
-        """Returns the group of episodes that were played."""
         raise NotImplementedError
 
     async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:

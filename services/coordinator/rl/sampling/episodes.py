@@ -156,7 +156,6 @@ def make_collector(services: Services, tokenizer: Tokenizer, config: Config) -> 
 
 
 def _shared_prompt(played: Sequence[Played]) -> Prompt:
-    """Returns the first prompt of all episodes of a group."""
     prompts = [one.prompt for one in played if not one.failure] or [played[0].prompt]
     if any(prompt.tokens != prompts[0].tokens for prompt in prompts):
         raise InvalidInput(

@@ -113,7 +113,6 @@ class _Selection:
         self._by_arrival = config.selection.over_sampling.keep == "arrival"
 
     async def fill_one_place(self) -> None:
-        """Tries prompts one after another until one gives a useful group."""
         for index, prompt in self._next:
             self._num_started += 1
             if self._follower:
@@ -163,7 +162,6 @@ class _Selection:
         return sum(tried.drop is None for tried in unbroken if tried) >= self._wanted
 
     def _split(self) -> tuple[list[_Attempt], list[_Attempt]]:
-        """Splits the tried prompts after the last group of the batch; returns both parts in order."""
         order = [self._tried[index] for index in (self._tried if self._by_arrival else sorted(self._tried))]
         num_useful = accumulate(tried.drop is None for tried in order)
         end = next((at + 1 for at, number in enumerate(num_useful) if number == self._wanted), len(order))
