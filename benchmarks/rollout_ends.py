@@ -77,9 +77,6 @@ class _Clock:
         self.finished_s: list[float] = []
         self.num_tokens = 0
 
-    def least_loaded(self) -> contextlib.AbstractContextManager["_Clock"]:
-        return contextlib.nullcontext(self)
-
     def take_failures(self) -> dict[str, float]:
         return {}
 

@@ -22,7 +22,6 @@ from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
     from services.common.config.load import AnyConfig
-    from services.coordinator.data.reading.hub import ConfigT
     from services.coordinator.fleet.launch import Addresses
 
 # Errors are printed by main(), as one line.
@@ -73,6 +72,7 @@ def run(
     """Train with RL. Starts services without an address, here or on the coordinator's host; they stop with the run."""
     from services.common.config.load import load
     from services.common.config.run import Config
+    from services.coordinator.doctor.inputs import with_checked_models
     from services.coordinator.observe.frontend import TerminalFrontend
     from services.coordinator.rl.session import run_session, show_outcome
 
@@ -84,7 +84,7 @@ def run(
     if coordinator:
         run_on_coordinator(coordinator, settings, services)
         return
-    settings = _with_model(settings, services)
+    settings = with_checked_models(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, TerminalFrontend(_console)))
     show_outcome(outcome, _console)
@@ -97,13 +97,14 @@ def sft(config: _Configs, dry_run: _DryRun = False, **options: Unpack[ServiceOpt
     """Fine-tune on prompts and responses (SFT). Uses only a trainer, and starts one here if --trainer is not given."""
     from services.common.config.load import load
     from services.common.config.sft import SftConfig
+    from services.coordinator.doctor.inputs import with_checked_models
     from services.coordinator.sft.session import run_session, show_outcome
 
     services = addresses_of(options)
     settings = load(SftConfig, config)
     if dry_run:
         _check_only(settings, services)
-    settings = _with_model(settings, services)
+    settings = with_checked_models(settings, services)
     with outliving_output(settings.run_dir):
         outcome = asyncio.run(run_session(settings, services, _console))
     show_outcome(outcome, _console)
@@ -124,11 +125,12 @@ def evaluate(
     **options: Unpack[ServiceOptions],
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
+    from services.coordinator.doctor.inputs import with_checked_models
     from services.coordinator.rl.eval_session import eval_config, eval_session, load_config, show_evaluation
 
     services = addresses_of(options)
     loaded = load_config(checkpoint, config or [], model_is_remote=bool(services.trainer))
-    settings = _with_model(eval_config(loaded, checkpoint, out), services)
+    settings = with_checked_models(eval_config(loaded, checkpoint, out), services)
     with outliving_output(settings.run_dir):
         evaluation = asyncio.run(eval_session(settings, services, _console))
     show_evaluation(evaluation, _console)
@@ -296,22 +298,6 @@ def config(
         typer.echo(config_page(), nl=False)
         return
     show_keys(keys_with_prefix(prefix, list(keys(SftConfig if sft else Config))), _console)
-
-
-def _with_model(settings: "ConfigT", services: "Addresses") -> "ConfigT":
-    """Checks the models; returns settings with directories in place of those on the Hub, unless another host has them.
-
-    Raises:
-        LockstepError: A model cannot be trained or lacks weights; nothing was started.
-    """
-    from services.coordinator.data.reading.hub import with_local_models
-    from services.coordinator.doctor.inputs import check_weights
-    from services.coordinator.planning.plan import check_model
-
-    settings = settings if services.trainer else with_local_models(settings)
-    check_model(settings)
-    check_weights(settings, services)
-    return settings
 
 
 def _require_new(out: Path) -> None:

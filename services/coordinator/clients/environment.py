@@ -82,8 +82,8 @@ class EpisodeClient:
     """Calls the environment of one reward service about one episode."""
 
     def __init__(self, service: "_Service", episode_id: str, settings: BaseEnvironmentConfig):
-        self._service, self._reply_s, self._end_s = service, settings.longest_reply_s, settings.turn_s
-        self._episode_s, self._began_s = settings.episode_s, 0.0
+        self._service, self._settings, self._reply_s = service, settings, settings.longest_reply_s
+        self._began_s = 0.0
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
@@ -97,7 +97,7 @@ class EpisodeClient:
         """
         request = pb.ResetRequest(**self._ids, seed=seed, row_json=json.dumps(row_of(prompt)), alone=alone)
         self._began_s = time.monotonic()
-        limit_s = self._episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
+        limit_s = self._settings.episode_s if alone else self._reply_s + _START_S  # it may wait for others to end
         return (await self._service.call(EnvironmentService.Reset, request, limit_s)).messages
 
     async def step(
@@ -115,7 +115,7 @@ class EpisodeClient:
         try:
             answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
         except EpisodeFailed as error:
-            if error.failure is EnvironmentFailure.LOST and time.monotonic() - self._began_s >= self._episode_s:
+            if error.failure is EnvironmentFailure.LOST and time.monotonic() - self._began_s >= self._settings.episode_s:
                 raise EpisodeFailed(EnvironmentFailure.TIMEOUT, error.detail) from error  # the service has ended it
             raise
         self._num_turns += 1
@@ -124,7 +124,8 @@ class EpisodeClient:
     async def close(self) -> None:
         """Ends the episode. If that fails, its lease ends it, or it was lost with its service."""
         try:
-            await self._service.end(pb.CloseRequest(**self._ids), self._end_s)
+            timeout_s = self._settings.turn_s + _MARGIN_S
+            await self._service.client.call(EnvironmentService.Close, pb.CloseRequest(**self._ids), timeout_s=timeout_s)
         except LockstepError as error:
             log.info("episode %s is left to its lease: %s", self._ids["episode_id"], error.message)
 
@@ -140,7 +141,7 @@ class Environments:
         self._services = [_Service(reward, settings, transport) for reward in rewards.services]
         self._settings = settings
         self._ends: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them alive
-        opened = rewards.services[0].opened
+        opened = rewards.opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
         """JSON schemas of the tools, as chat templates take them."""
         self.roles = tuple(opened.roles)
@@ -195,7 +196,7 @@ class Environments:
 
     async def close(self) -> None:
         await asyncio.gather(*self._ends)
-        await gather(service.close() for service in self._services)
+        await gather(service.client.close() for service in self._services)
 
 
 @asynccontextmanager
@@ -221,13 +222,13 @@ class _Service:
         self.reward = reward
         is_agent = isinstance(settings, AgentEnvironmentConfig)
         stub = agent_pb2_grpc.AgentServiceStub if is_agent else environment_pb2_grpc.EnvironmentServiceStub
-        self._client = Client(reward.address, stub, transport)
+        self.client = Client(reward.address, stub, transport)
         self.num_episodes = 0
         self.places = asyncio.Semaphore(settings.max_concurrent)
 
     async def call(self, method: Method[Request, _Reply], request: Request, reply_s: float) -> _Reply:
         async with self._losing():
-            answer = await self._client.call(method, request, timeout_s=reply_s + _MARGIN_S)
+            answer = await self.client.call(method, request, timeout_s=reply_s + _MARGIN_S)
         if answer.HasField("failure"):
             raise episode_failed(answer.failure)
         return answer
@@ -248,7 +249,7 @@ class _Service:
 
         async with (
             self._losing(),
-            aclosing(self._client.stream(AgentService.Play, requests(), timeout_s=limit_s)) as responses,
+            aclosing(self.client.stream(AgentService.Play, requests(), timeout_s=limit_s)) as responses,
         ):
             async for response in responses:
                 if not response.HasField("call"):
@@ -268,12 +269,6 @@ class _Service:
             if error.reason is Reason.RUN_NOT_OPEN or isinstance(error, Unavailable):
                 await self.reward.reopen(num_opens, why=error.message)
             raise EpisodeFailed(EnvironmentFailure.LOST, error.message) from error
-
-    async def end(self, request: pb.CloseRequest, end_s: float) -> None:
-        await self._client.call(EnvironmentService.Close, request, timeout_s=end_s + _MARGIN_S)
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 def episode_failed(failure: pb.EnvironmentFailure) -> EpisodeFailed:

@@ -100,15 +100,11 @@ class Replica:
         """
         return (await self._info(max_retry_s)).info.incarnation
 
-    async def end_engine(self, run_id: str) -> None:
-        """Closes the run, so that the next `open` starts another engine."""
+    async def close_run(self, run_id: str, *, opens_again: bool = False) -> None:
+        """Closes the run. If the replica `opens_again`, which starts another engine, it is waited for."""
         request = pb.CloseRunRequest(run_id=run_id)
-        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.open_s, wait_for_ready=True)
-
-    async def leave(self, run_id: str) -> None:
-        """Closes the run on a replica that is not used any more."""
-        request = pb.CloseRunRequest(run_id=run_id)
-        await self._client.call(RolloutService.CloseRun, request, timeout_s=self._timeouts.info_s)
+        timeout_s = self._timeouts.open_s if opens_again else self._timeouts.info_s
+        await self._client.call(RolloutService.CloseRun, request, timeout_s=timeout_s, wait_for_ready=opens_again)
 
     async def is_alive(self) -> bool:
         """Returns whether the service answers and still has its engine."""
@@ -200,15 +196,6 @@ class Replica:
     async def close(self) -> None:
         await self._renewal.end()
         await self._client.close()
-
-
-async def open_named(replica: Replica, run_id: str, config: Config, card: ModelCard) -> None:
-    """Opens a replica. If it refuses its config, the error names the replica."""
-    try:
-        await replica.open(run_id, config, card)
-    except InvalidInput as error:
-        message = f"replica {replica.address}: {error.message}"
-        raise InvalidInput(message, reason=error.reason, **error.metadata) from error
 
 
 def why_not_open(error: LockstepError) -> str:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.config.run import Config
-from services.common.errors import LockstepError, Reason, Unavailable
+from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s, gather
 from services.coordinator.clients.gpus import OwnGpus
-from services.coordinator.clients.replica import PERMANENT_ERRORS, Replica, ReplicaState, open_named, why_not_open
+from services.coordinator.clients.replica import PERMANENT_ERRORS, Replica, ReplicaState, why_not_open
 from services.coordinator.runs.replicas import Note
 from services.coordinator.runs.run import Restarts
 
@@ -30,10 +30,6 @@ class Notes:
         self.changed: Callable[[], None] = lambda: None
         """Is called after every change."""
 
-    def is_unused(self, address: str) -> bool:
-        """Returns whether the run does without the service at `address`."""
-        return address in self.all and self.all[address].is_unused
-
     def used_names(self, addresses: Collection[str]) -> set[str]:
         """Returns the addresses by which the run knows the services at `addresses`."""
         return {(self.all[at].same_as if at in self.all else "") or at for at in addresses}
@@ -46,11 +42,6 @@ class Notes:
         self.all = {**others, address: note} if note else others
         self.changed()
         return True
-
-    def keep_only(self, addresses: Collection[str]) -> None:
-        """Forgets the notes of addresses that are not listed any more, so that they can be tried again."""
-        for address in set(self.all).difference(addresses):
-            self.put(address, None)
 
 
 class ReplicaSet:
@@ -108,7 +99,15 @@ class ReplicaSet:
             LockstepError: The first failure. If a replica refuses its config, the message names the replica.
         """
         self._run_id, self._card = run_id, card
-        await gather(open_named(replica, run_id, self._config, card) for replica in self.replicas)
+
+        async def open_named(replica: Replica) -> None:
+            try:
+                await replica.open(run_id, self._config, card)
+            except InvalidInput as error:
+                message = f"replica {replica.address}: {error.message}"
+                raise InvalidInput(message, reason=error.reason, **error.metadata) from error
+
+        await gather(map(open_named, self.replicas))
         self._drop_same()
 
     def set_replicas(self, addresses: Sequence[str]) -> None:
@@ -122,10 +121,12 @@ class ReplicaSet:
             InvalidInput: An address is malformed, or the connection would be plaintext over a network.
         """
         known = {replica.address for replica in self.replicas}
-        fresh = [at for at in addresses if at not in known and not self.notes.is_unused(at)]
+        known |= {at for at, note in self.notes.all.items() if note.is_unused}
+        fresh = [address for address in addresses if address not in known]
         # All are created before anything changes: a malformed address changes nothing.
         new = [Replica(address, self._config.timeouts, self._transport) for address in fresh]
-        self.notes.keep_only(addresses)
+        for address in set(self.notes.all).difference(addresses):  # so that they can be tried again
+            self.notes.put(address, None)
         wanted = self.notes.used_names(addresses) | set(addresses)
         for replica in self.replicas:
             leaves = replica.address not in wanted
@@ -240,7 +241,7 @@ class ReplicaSet:
         for num_retries in itertools.count():
             try:
                 if restart:
-                    await replica.end_engine(self._run_id)
+                    await replica.close_run(self._run_id, opens_again=True)
                 if not replica.num_opens:
                     await replica.identify()  # says at once what is wrong with the address
                 async with self._gpus.opening_engine():
@@ -290,7 +291,7 @@ class ReplicaSet:
             reviving.cancel()
             await asyncio.gather(reviving, return_exceptions=True)
         try:
-            await replica.leave(self._run_id)  # also if it has not answered yet: its engine may be starting
+            await replica.close_run(self._run_id)  # also if it has not answered yet: its engine may be starting
         except LockstepError as error:  # its host may be gone
             log.info("run %s may still be open at %s: %s", self._run_id, replica.address, error.message)
         finally:

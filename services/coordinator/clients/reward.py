@@ -267,30 +267,26 @@ class Rewards:
             PreconditionFailed: SCORER_CHANGED, the services have different versions.
         """
         await gather(service.open(run_id) for service in self.services)
-        first = self.services[0]
         for service in self.services[1:]:
-            for mine, others in (
-                (first.opened.scorer, service.opened.scorer),
-                (first.opened.environment, service.opened.environment),
-            ):
-                if mine != others:
-                    message = f"{first.address} has {mine}, but {service.address} has {others}: install one version"
-                    raise PreconditionFailed(message, reason=Reason.SCORER_CHANGED)
+            for name in ("scorer", "environment"):
+                if (mine := getattr(self.opened, name)) != (others := getattr(service.opened, name)):
+                    message = f"{self.services[0].address} has {mine}, but {service.address} has {others}"
+                    raise PreconditionFailed(f"{message}: install one version", reason=Reason.SCORER_CHANGED)
+
+    @property
+    def opened(self) -> pb.OpenRunResponse:
+        """Returns what every service has answered to OpenRun."""
+        return self.services[0].opened
 
     async def score(
         self, group: SampledGroup, tokenizer: Tokenizer, *, keep_failed: bool = False
     ) -> ScoredGroup | None:
         """Does the same as `Reward.score`, on the service with the fewest groups in progress."""
-        with self.least_loaded() as service:
-            return await service.score(group, tokenizer, keep_failed=keep_failed)
-
-    @contextmanager
-    def least_loaded(self) -> Iterator[Reward]:
         service = min(self.services, key=lambda service: self._in_progress[service])
         self._in_progress[service] += 1
         try:
             with self.busy.working():
-                yield service
+                return await service.score(group, tokenizer, keep_failed=keep_failed)
         finally:
             self._in_progress[service] -= 1
 

@@ -33,14 +33,15 @@ log = logging.getLogger(__name__)
 Call = Callable[[AsyncIterator[pb.TrainRequest]], Awaitable[pb.TrainResponse]]
 
 
-def warn_of_skipped(batch_id: str, metrics: Mapping[str, float]) -> None:
-    """Warns if updates of a batch were not applied because their gradient is not finite."""
+def _updated(batch_id: str, answer: pb.TrainResponse) -> tuple[int, dict[str, float]]:
+    """Returns the new version and metrics. Warns if updates were not applied because their gradient is not finite."""
     for name in ("skipped", "critic_skipped"):
-        if num_skipped := metrics.get(name, 0):
+        if num_skipped := answer.metrics.get(name, 0):
             log.warning(
                 "batch %s: skipped %g update%s whose gradient is not finite (train/%s); the weights stay as they were",
                 *(batch_id, num_skipped, "" if num_skipped == 1 else "s", name),
             )
+    return answer.version, dict(answer.metrics)
 
 
 def _cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
@@ -88,9 +89,7 @@ class BlockStream:
         Raises:
             LockstepError: The call failed. Nothing was applied, unless the commit was sent before.
         """
-        answer = await self._call(self._requests())
-        warn_of_skipped(self._header.batch_id, answer.metrics)
-        return answer.version, dict(answer.metrics)
+        return _updated(self._header.batch_id, await self._call(self._requests()))
 
     def send(self, block: pa.Table) -> None:
         self._parts.put_nowait([*_block(block, blocks.content_sha256(block))])
@@ -225,9 +224,7 @@ class Model:
             header.groups_per_minibatch = len(blocks.begins_of_groups(batch)) // num_minibatches
         async with self._gpus.held_by(Side.TRAINER):
             with self.busy.working():
-                answer = await self._train(header, batch)
-        warn_of_skipped(batch_id, answer.metrics)
-        return answer.version, dict(answer.metrics)
+                return _updated(batch_id, await self._train(header, batch))
 
     async def _train(self, header: pb.TrainHeader, batch: pa.Table) -> pb.TrainResponse:
         def call() -> Awaitable[pb.TrainResponse]:

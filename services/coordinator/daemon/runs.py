@@ -22,11 +22,9 @@ from services.common.rpc.tls import LOCAL, Transport
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.daemon.history import Event, event_of, read_events, read_run, state_name
 from services.coordinator.daemon.logs import logging_to, read_log
-from services.coordinator.data.reading.hub import with_local_models
-from services.coordinator.doctor.inputs import check_weights
+from services.coordinator.doctor.inputs import with_checked_models
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.observe.frontend import Outcome
-from services.coordinator.planning.plan import check_model
 from services.coordinator.rl.session import load_data, run_session
 from services.coordinator.runs.replicas import change_replicas, listed_replicas
 from services.coordinator.runs.reporter import Reporter
@@ -91,9 +89,13 @@ class RunInProgress(Reporter):
             changed = self._changed
             while index < len(self._events):
                 event, index = self._events[index], index + 1
-                if event.is_news(after):
-                    sent.CopyFrom(self.state)
-                    yield self._with_conversation(event.with_state(self.state))
+                if not event.is_news(after):
+                    continue
+                sent.CopyFrom(self.state)
+                answer = event.with_state(self.state)
+                if self._conversation and answer.step.version == self._conversation[0]:
+                    answer.conversation.CopyFrom(self._conversation[1])
+                yield answer
             if sent != self.state:
                 sent.CopyFrom(self.state)
                 yield pb.WatchRunResponse(run=self.state)
@@ -133,12 +135,6 @@ class RunInProgress(Reporter):
         self._events.append(event_of(version, metrics, is_step=False))
         self._notify()
 
-    def _with_conversation(self, answer: pb.WatchRunResponse) -> pb.WatchRunResponse:
-        version, conversation = self._conversation or (0, None)
-        if conversation and answer.step.version == version:
-            answer.conversation.CopyFrom(conversation)
-        return answer
-
     def _notify(self) -> None:
         # Each watcher waits for the event that it took before it read the state, so that it misses no change.
         changed, self._changed = self._changed, asyncio.Event()
@@ -148,7 +144,7 @@ class RunInProgress(Reporter):
         with logging_to(self.config):
             try:
                 # Both take seconds or more; in a thread they block neither the event loop nor the other runs.
-                self.config = await asyncio.to_thread(_with_models, self.config, self.addresses)
+                self.config = await asyncio.to_thread(with_checked_models, self.config, self.addresses)
                 data = await asyncio.to_thread(load_data, self.config, self.addresses)
                 outcome = await run_session(self.config, self.addresses, self, data)
                 if self._run is None:  # it was finished before, and the loop has not begun
@@ -298,7 +294,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def StartRun(self, request: pb.StartRunRequest, context: Context) -> pb.StartRunResponse:
         config, addresses = parse_json(Config, request.config_json), _addresses(request.addresses, self._transport)
         addresses.require_own(config)
-        await asyncio.to_thread(_check_models, config, addresses)
+        # Of models on the Hub only small files are fetched: a call must not take long.
+        await asyncio.to_thread(with_checked_models, config, addresses, has_weights=False)
         return pb.StartRunResponse(run=self._runs.start(config, addresses))
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
@@ -343,20 +340,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async with aclosing(read_log(logs, request.service or "coordinator", request.offset, until)) as answers:
             async for answer in answers:
                 yield answer
-
-
-def _check_models(config: Config, addresses: Addresses) -> None:
-    """Checks the models that are here. Of those on the Hub only small files are fetched: a call must not take long."""
-    local = config if addresses.trainer else with_local_models(config, has_weights=False)
-    check_model(local)
-    check_weights(local, addresses, may_download=True)
-
-
-def _with_models(config: Config, addresses: Addresses) -> Config:
-    """Returns `config` with directories in place of models on the Hub, if the trainer is started here."""
-    local = config if addresses.trainer else with_local_models(config)
-    check_weights(local, addresses)
-    return local
 
 
 def _addresses(message: pb.ServiceAddresses, transport: Transport) -> Addresses:

@@ -23,6 +23,7 @@ from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.order import environment_seed
+from services.coordinator.data.reading.hub import ConfigT, with_local_models
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
@@ -66,6 +67,20 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
         is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (addresses.of(name) or is_converted or is_left):
             require_whole_weights(directory)
+
+
+def with_checked_models(config: ConfigT, addresses: Addresses, *, has_weights: bool = True) -> ConfigT:
+    """Returns `config` with directories in place of models on the Hub, unless the trainer is at an address.
+
+    Without `has_weights`, those of the Hub are not downloaded and not checked.
+
+    Raises:
+        LockstepError: A model cannot be trained or lacks weights.
+    """
+    local = config if addresses.trainer else with_local_models(config, has_weights=has_weights)
+    check_model(local)
+    check_weights(local, addresses, may_download=not has_weights)
+    return local
 
 
 def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:

@@ -36,12 +36,7 @@ def source_of(discovery: DiscoveryConfig) -> Source:
     return discovery if isinstance(discovery, DnsDiscoveryConfig) else discovery.path
 
 
-async def read_now(source: Source) -> Sequence[str]:
-    """Returns the addresses of a source.
-
-    Raises:
-        OSError: They cannot be found out now.
-    """
+async def _read_now(source: Source) -> Sequence[str]:
     if isinstance(source, Path):
         return parse_replicas(await asyncio.to_thread(source.read_text))
     loop = asyncio.get_running_loop()
@@ -63,16 +58,16 @@ async def discovered(config: AnyConfig, addresses: Addresses) -> Addresses:
         return addresses
     if addresses.rollout:
         raise InvalidInput("give either --rollout or rollout.discovery", field="--rollout")
-    source, deadline_s, num_retries = source_of(discovery), time.monotonic() + config.timeouts.open_s, 0
-    replicas, why = await read_source(source)
-    while not replicas:
+    name = discovery.name if isinstance(discovery, DnsDiscoveryConfig) else ""
+    deadline_s, num_retries = time.monotonic() + config.timeouts.open_s, 0
+    while True:
+        replicas, why = await read_source(source_of(discovery))
+        if replicas:
+            return replace(addresses, rollout=tuple(replicas), rollout_name=name)
         if time.monotonic() + (pause_s := backoff_s(num_retries)) > deadline_s:
             raise Unavailable(f"rollout.discovery: no replica is listed: {why}", reason=Reason.NO_REPLICA)
         await asyncio.sleep(pause_s)
         num_retries += 1
-        replicas, why = await read_source(source)
-    name = discovery.name if isinstance(discovery, DnsDiscoveryConfig) else ""
-    return replace(addresses, rollout=tuple(replicas), rollout_name=name)
 
 
 @asynccontextmanager
@@ -164,7 +159,7 @@ async def read_source(source: Source) -> tuple[Sequence[str], str]:
     """Returns the addresses and, if there are none, the reason."""
     try:
         async with asyncio.timeout(_READ_S):
-            replicas = await read_now(source)
+            replicas = await _read_now(source)
     except (OSError, UnicodeDecodeError) as error:  # a timeout is an OSError without words
         return (), str(error) or f"no answer in {_READ_S:g} s"
     return replicas, "" if replicas else "the list is empty"

@@ -31,7 +31,7 @@ from services.coordinator.observe.frontend import log_to
 from services.coordinator.observe.reporters import OpeningTimes, watchers
 from services.coordinator.observe.terminal import StageLines
 from services.coordinator.runs.reporter import Ending, Reporters
-from services.coordinator.runs.resume import HISTORY, Start, open_run
+from services.coordinator.runs.resume import HISTORY, Start, await_ledger, open_run
 from services.coordinator.runs.run import ConfigT, Restarts, Run
 
 _START = "start"
@@ -131,7 +131,9 @@ async def recorded_run(
     Raises:
         LockstepError: See `open_run` and `watchers`.
     """
-    start = start or open_run(config)
+    if start is None:
+        await await_ledger(config)
+        start = open_run(config)
     try:
         run = Run(config, start)
     except BaseException:

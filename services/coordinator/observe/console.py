@@ -1,26 +1,15 @@
 """Makes the consoles of all commands, and fits tables to them."""
 
 from collections.abc import Iterable, Sequence
-from typing import IO
+from functools import partial
 
 from rich.console import Console
 
+literal_console = partial(Console, markup=False, emoji=False)
+"""Returns a console that prints texts as they are; further options are those of Rich's Console.
 
-def literal_console(
-    *,
-    stderr: bool = False,
-    file: IO[str] | None = None,
-    width: int | None = None,
-    soft_wrap: bool = False,
-    highlight: bool = True,
-) -> Console:
-    """Returns a console that prints texts as they are; the options are those of Rich's Console.
-
-    Names and messages may contain `[level=1]` or `:key:`, which Rich would read as markup and as an emoji.
-    """
-    return Console(
-        stderr=stderr, file=file, width=width, soft_wrap=soft_wrap, highlight=highlight, markup=False, emoji=False
-    )
+Names and messages may contain `[level=1]` or `:key:`, which Rich would read as markup and as an emoji.
+"""
 
 
 def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width: int) -> list[int]:

@@ -96,8 +96,7 @@ def _sampled(
 async def _group(group: SampledGroup, rows: Sequence[Row], rewards: Rewards, tokenizer: Tokenizer) -> list[Difference]:
     prompt = group.prompt
     try:
-        with rewards.least_loaded() as reward:
-            scored = await reward.score(group, tokenizer)
+        scored = await rewards.score(group, tokenizer)
     except LockstepError as error:
         if error.reason is not Reason.REWARD_FAILED:
             raise

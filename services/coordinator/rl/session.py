@@ -27,7 +27,6 @@ from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
-from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Restarts, Run
 from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
 
@@ -68,7 +67,6 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
     async with Sessions(config, external) as sessions:
         loaded = data or load_data(config, external)
         while True:
-            await await_ledger(sessions.config)
             with sessions.repeating():
                 async with recorded_run(sessions.config, frontend.console) as run:
                     if outcome := outcome_if_finished(run, frontend.say):
@@ -133,7 +131,7 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     if data is None or data.tools != tools:
         data = prompts.load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
     run.record.use_data(data.train.digest, data.other_digests(config))
-    opened = services.reward.services[0].opened
+    opened = services.reward.opened
     evaluated = run.record.ledger.last(Kind.SCORED)
     warn_of_other_versions(run.record.newest_batch(), opened.scorer, opened.environment, evaluated)
     frontend.say(run.describe_start(version, trainer.opened.version))

@@ -372,12 +372,13 @@ def _with_hub_names(config: dict[str, object]) -> dict[str, object]:
 def _earlier_revisions(changed: Iterable[str], now: object, before: object) -> Iterator[str]:
     """Yields key=OWNER/NAME@REVISION for each model of which only the revision on the Hub has changed."""
     for key in (key for key in changed if key.rpartition(".")[2] == "model"):
-        (old, _, revision), (new, _, _) = (str(_value(config, key)).partition("@") for config in (before, now))
+        (old, _, revision), (new, _, _) = (str(value_of(config, key)).partition("@") for config in (before, now))
         if revision and old == new:
             yield f"{key}={old}@{revision}"
 
 
-def _value(config: object, key: str) -> object:
+def value_of(config: object, key: str) -> object:
+    """Returns the value of a dotted key; None if there is none."""
     for part in key.split("."):
         config = cast(dict[str, object], config).get(part) if isinstance(config, dict) else None
     return config
@@ -386,7 +387,7 @@ def _value(config: object, key: str) -> object:
 def _has_grown(key: str, now: object, before: object) -> bool:
     if key not in _MAY_GROW:
         return False
-    now, before = _value(now, key), _value(before, key)
+    now, before = value_of(now, key), value_of(before, key)
     return isinstance(now, int) and isinstance(before, int) and now > before
 
 

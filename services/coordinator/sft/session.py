@@ -27,7 +27,6 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reporter import Reporter, in_order
-from services.coordinator.runs.resume import await_ledger
 from services.coordinator.runs.run import Run
 from services.coordinator.sft.rows import Example, SftDataset, SftFile, digest_of, to_table
 from services.coordinator.text.tokenizer import Tokenizer
@@ -155,7 +154,6 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
 
 async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftData | None) -> Outcome:
     config = sessions.config
-    await await_ledger(config)
     async with recorded_run(config, console) as run:
         if data is not None:
             use_rows(run, data.train, data.held_out)

@@ -23,7 +23,7 @@ from services.coordinator.observe.report.curves import Row
 from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, is_running
-from services.coordinator.runs.resume import differences
+from services.coordinator.runs.resume import differences, value_of
 
 
 class Head(TypedDict):
@@ -178,10 +178,7 @@ def _config(runs: Sequence[_Compared]) -> _Rows:
 
 
 def _value(config: Mapping[str, object], key: str) -> str:
-    value: object = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value_of(config, key), ensure_ascii=False)
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 

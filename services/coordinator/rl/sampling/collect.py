@@ -206,12 +206,11 @@ class PlayedCollector(Collector):
                 return None
             judged = [one for one in played if one.failure is None]  # the others have no answer to judge
             group = self._group(index, prompt, judged, request) if judged else None
-            with self._rewards.least_loaded() as reward:
-                keep_failed = request.keep_failed
-                scored = await reward.score(group, self._tokenizer, keep_failed=keep_failed) if group else None
+            keep_failed = request.keep_failed
+            scored = await self._rewards.score(group, self._tokenizer, keep_failed=keep_failed) if group else None
             if group and scored is None:
                 return None
-        scores, scorer = (iter(scored.scores), scored.scorer) if scored else (iter(()), reward.opened.scorer)
+        scores, scorer = (iter(scored.scores), scored.scorer) if scored else (iter(()), self._rewards.opened.scorer)
         whole = group if len(judged) == len(played) else self._group(index, prompt, played, request)
         return ScoredGroup(**vars(whole), scores=[self._total(one, scores) for one in played], scorer=scorer)
 
