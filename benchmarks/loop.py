@@ -6,6 +6,7 @@
 import asyncio
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import TerminalFrontend
-from services.coordinator.observe.report.page import drawing
 from services.coordinator.rl.session import run_session
+from services.coordinator.runs.clock import LANES
 
 _CONFIG = "deploy/runs/quickstart.yaml"
 _WARM_UP = 3
@@ -42,6 +43,22 @@ KEPT = {
     "teacher_kl/token_mean": "divergence from the teacher at the sampled token [nats]",
     "train/distill_kl": "divergence from the teacher over its top k [nats]",
 }
+
+
+_WIDTH = 44  # with name and seconds, a line of 80 columns
+
+
+def drawing(row: Mapping[str, float]) -> str:
+    """Returns the lanes of a step as text, one line each: busy from the first call to the last, and its idle time."""
+    step_s = row["time/step_s"]
+    lines = [f"{'':>10}0 s{f'{step_s:.1f} s':>{_WIDTH - 3}}"]
+    for name in (name for name in LANES if f"time/{name}_end_s" in row):
+        begin_s, end_s, busy_s = (row[f"time/{name}_{part}_s"] for part in ("begin", "end", "busy"))
+        begin, end = (round(at / step_s * _WIDTH) for at in (begin_s, end_s))
+        begin = min(begin, _WIDTH - 1)
+        bar = " " * begin + "#" * max(1, end - begin)
+        lines.append(f"{name:>9} {bar:<{_WIDTH}} busy {busy_s:.1f} s, idle {step_s - busy_s:.1f} s")
+    return "\n".join(lines)
 
 
 def measure(name: str, overrides: list[str], directory: Path, **settings: Any) -> Path:

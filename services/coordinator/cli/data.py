@@ -11,7 +11,6 @@ from services.coordinator.data.prepare.formats import FORMATS, ConversionOptions
 
 if TYPE_CHECKING:
     from services.coordinator.data.prepare.convert import ConversionReport
-    from services.coordinator.data.prepare.tasks import Problem
 
 _DEFAULTS = ConversionOptions()
 
@@ -61,20 +60,9 @@ def _arithmetic(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
 ) -> None:
     """Generate the quickstart's task: additions and subtractions of numbers up to 99."""
-    import pyarrow as pa
+    from services.coordinator.data.prepare.tasks import make_arithmetic
 
-    from services.coordinator.data.prepare.convert import ConversionReport, write_splits
-    from services.coordinator.data.prepare.tasks import problems
-
-    schema = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
-    rows: dict[Split, list[Problem]] = {
-        "train": problems("train", num_train, seed),
-        "test": problems("test", num_test, seed),
-    }
-    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(part, schema) for split, part in rows.items()}
-    files = write_splits(tables, out)
-    num_rows: dict[Split, int] = {split: len(part) for split, part in rows.items()}
-    _show(ConversionReport("arithmetic", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0))
+    _show(make_arithmetic(num_rows={"train": num_train, "test": num_test}, seed=seed, out=out))
 
 
 def _reasoning_gym(

@@ -64,11 +64,7 @@ def _instead_of(path: Path) -> str:
 
 
 async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
-    """Starts a trainer on CPU, which loads `checkpoint` and writes the model to `out`.
-
-    Raises:
-        LockstepError: The first failure; the checkpoint's files are verified first.
-    """
+    """Starts a trainer on CPU, which loads `checkpoint` and writes the model to `out`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as directory:
         here = config.model_copy(update={"runs_dir": Path(directory), "name": "export", "resume": "never"})
         launched = launch(here, Addresses(), services=["trainer"], on_cpu=True)

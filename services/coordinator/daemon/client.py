@@ -128,11 +128,7 @@ class Coordinator:
         return await self._client.call(method, request, timeout_s=_CALL_TIMEOUT_S)
 
     async def _wait_until_back(self, name: str, error: LockstepError) -> None:
-        """Waits until the daemon answers again.
-
-        Raises:
-            Unavailable: The daemon did not answer in time.
-        """
+        """Waits until the daemon answers again."""
         log.info("%s; waiting for the coordinator to come back", error.message)
         request, limit_s = pb.GetRunRequest(name=name), _RECONNECT_TIMEOUT_S
         try:
@@ -155,11 +151,7 @@ async def start(coordinator: Coordinator, config: Config, addresses: Addresses, 
 
 
 async def follow(coordinator: Coordinator, name: str, console: Console) -> Outcome:
-    """Shows the same table as for a local run until the run ends, then its outcome, which it returns.
-
-    Raises:
-        LockstepError: The run failed, or the coordinator is unreachable.
-    """
+    """Shows the same table as for a local run until the run ends, then its outcome, which it returns."""
     run, evaluations = pb.Run(), []
     async with coordinator, AsyncExitStack() as stack:
         table = None

@@ -125,11 +125,7 @@ class PromptDataset:
 
     @classmethod
     def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int, needs_answer: bool = True) -> "PromptDataset":
-        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`.
-
-        Raises:
-            LockstepError: See RowFile.train.
-        """
+        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`."""
         rows, order = (PromptFile if needs_answer else AnswerlessFile).train(config, tokenizer, seed)
         _require_few_values(config, rows)
         return cls(Prompts(rows), order)

@@ -1,9 +1,9 @@
 """Checks that this host meets the needs of a run, before anything is started."""
 
 import os
+import platform
 import re
 import shutil
-import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
@@ -126,7 +126,7 @@ _NAME = re.compile(r"^[A-Za-z0-9._-]+")
 
 
 def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Finding]:
-    yield check_python()
+    yield Finding("Python", platform.python_version())
     try:
         gpus = visible_gpus()
     except LockstepError as error:
@@ -148,14 +148,6 @@ def examine_host(config: AnyConfig | None, addresses: Addresses) -> Iterator[Fin
         yield check_ledger(config.runs_dir)
     if not addresses.reward and not isinstance(config, SftConfig):
         yield check_sandbox(config)
-
-
-def check_python(version: Sequence[int] = sys.version_info[:3]) -> Finding:
-    """Checks that the Python version is supported."""
-    name = ".".join(map(str, version[:3]))
-    if tuple(version[:2]) < (3, 11):
-        return Finding("Python", name, Verdict.FAIL, "create the environment with Python 3.11 or newer")
-    return Finding("Python", name)
 
 
 def check_packages(locks: Sequence[Path], setup: str) -> Finding:

@@ -88,9 +88,6 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
 
     For the families of the registry the rules of check_model are the answer, unless adapters have targets or mbridge
     builds the model. Yields what will compute attention.
-
-    Raises:
-        InvalidInput: It would refuse a model.
     """
     for name, settings, directory in role_models(config):
         if addresses.of(name) or not directory.is_dir():

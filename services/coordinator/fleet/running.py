@@ -127,9 +127,6 @@ async def recorded_run(
         config: The run's config; `start` may be that of another.
         console: Shows warnings; None if the caller has configured logging.
         start: Where the run starts; by default what `open_run` returns.
-
-    Raises:
-        LockstepError: See `open_run` and `watchers`.
     """
     if start is None:
         await await_ledger(config)
@@ -176,10 +173,6 @@ async def running_services(
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
     The block is canceled as soon as a started service dies for good. See `launch` for `sharing`.
-
-    Raises:
-        Unavailable: SERVICE_DIED, with the last lines of the service's log.
-        LockstepError: Raised by the block.
     """
     if "rollout" in services:
         addresses = await discovered(run.config, addresses)
@@ -227,12 +220,7 @@ class Sessions(Generic[ConfigT]):
     async def running_services(
         self, run: Run[ConfigT], services: Collection[str] = SERVICES
     ) -> AsyncIterator[Addresses]:
-        """Yields the addresses of `services` to a session. The first starts those without an address.
-
-        Raises:
-            Unavailable: SERVICE_DIED, with the last lines of the service's log.
-            LockstepError: Raised by the block.
-        """
+        """Yields the addresses of `services` to a session. The first starts those without an address."""
         self.restarts.run = run
         found = await discovered(run.config, self._addresses) if "rollout" in services else self._addresses
         if self._fleet is None:

@@ -120,12 +120,7 @@ def planned_model(config: AnyConfig) -> Model:
 
 
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
-    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
-
-    Raises:
-        NotFound: The model has no config.json on this host.
-        InvalidInput: See `check_model`.
-    """
+    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU."""
     check_model(config)
     model = planned_model(config)
     where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"

@@ -240,9 +240,15 @@ class _Session:
             add("replies to", "turn", *await self._environment(run, addresses))
         if What.TRAIN in self.what:
             self._say(f"opening the trainer with {run.resume_from or run.config.model}")
-            add("weights and metrics,", "value", *await self._training(run, addresses))
+            trainer = Trainer(addresses.trainer, run.config, addresses.transport)
+            async with _closing(trainer):
+                replayed = await replay_training(run, self.record, self.step, trainer, self._say)
+            add("weights and metrics,", "value", *replayed)
         if What.TRAIN in self.what and run.config.critic:
-            add("critic's weights and metrics,", "value", *await self._critic(run, addresses))
+            critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
+            async with _closing(critic):
+                replayed = await replay_critic(run, self.record, self.step, critic, self._say)
+            add("critic's weights and metrics,", "value", *replayed)
         elif What.TRAIN in self.what and self.record.config.critic:
             compared.append("critic: not trained again, because it has no checkpoint before this step")
         await close_run(run, addresses)
@@ -293,12 +299,10 @@ class _Session:
         tokenizer, config = self._tokenizer(run.config), run.config
         config = config.model_copy(update={"environment": None}) if _has_agent(config) else config
         rewards = Rewards(addresses.reward, config, addresses.transport)
-        try:
+        async with _closing(rewards):
             await rewards.open(run.run_id)
             async with open_environments(rewards, config, addresses.transport) as environments:
                 yield rewards, environments, tokenizer
-        finally:
-            await rewards.close()
 
     def _tokenizer(self, config: Config) -> Tokenizer:
         # If the model is on another host, the trainer has sent the card with its tokenizer.
@@ -306,22 +310,16 @@ class _Session:
         folder = card if card.is_dir() and not model.is_dir() else model
         return Tokenizer.load(folder, chat_template=config.data.chat_template, date=config.data.template_date)
 
-    async def _training(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        trainer = Trainer(addresses.trainer, run.config, addresses.transport)
-        try:
-            return await replay_training(run, self.record, self.step, trainer, self._say)
-        finally:
-            await trainer.close()
-
-    async def _critic(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
-        try:
-            return await replay_critic(run, self.record, self.step, critic, self._say)
-        finally:
-            await critic.close()
-
     def _say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)
+
+
+@asynccontextmanager
+async def _closing(client: Model | Rewards) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await client.close()
 
 
 def _config(recorded: Config, run_dir: Path, step: int, checkpoint: str) -> Config:

@@ -5,7 +5,7 @@ import asyncio
 import math
 import sys
 from bisect import insort
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise, takewhile
@@ -61,7 +61,7 @@ class ByLength:
     def decide(self, place: int, group: ScoredGroup | None) -> list[ScoredGroup]:
         del self._unfinished[place]
         if group:
-            insort(self._waiting, (*_by_length(group), group))
+            insort(self._waiting, (*by_length(group), group))
         if self._num_to_begin:
             return []
         least = min((self._lengths.get(prompt_id, 0) for prompt_id in self._unfinished.values()), default=math.inf)
@@ -70,11 +70,7 @@ class ByLength:
         return certain
 
 
-def in_order_of_length(groups: Iterable[ScoredGroup]) -> list[ScoredGroup]:
-    return sorted(groups, key=_by_length)
-
-
-def _by_length(group: ScoredGroup) -> tuple[int, int]:
+def by_length(group: ScoredGroup) -> tuple[int, int]:
     return group.length, group.index
 
 
@@ -107,11 +103,7 @@ class BlockMaker:
 
     @asynccontextmanager
     async def begin(self, take: TakeBlock | None = None) -> AsyncGenerator["BlocksOfBatch", None]:
-        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block.
-
-        Raises:
-            LockstepError: As a model's forward.
-        """
+        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block."""
         self._lengths.clear()
         order = ByLength(self.num_wanted, self._lengths) if self._orders_by_length else ByPrompt()
         # A batch that is trained on as a whole is cut by groups: other models see it in blocks all the same.
@@ -121,7 +113,7 @@ class BlockMaker:
 
     def in_order(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
         """Returns `groups`, which are in the order of prompts, in the order of the batch."""
-        return in_order_of_length(groups) if self._orders_by_length else groups
+        return sorted(groups, key=by_length) if self._orders_by_length else groups
 
     async def columns(self, groups: Sequence[ScoredGroup]) -> list[dict[str, list[np.ndarray | bytes]]]:
         """Returns, for each group, every model's results for its samples, by column of the batch."""

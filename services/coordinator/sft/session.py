@@ -140,9 +140,6 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
     """Runs `config` until all steps are done or Ctrl-C stops it.
 
     If the trainer was started here and dies, it is started again and the run resumes, as far as `restart` allows.
-
-    Raises:
-        LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
     async with Sessions(config, external) as sessions:

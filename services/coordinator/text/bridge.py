@@ -45,11 +45,7 @@ class Bridge:
         self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Renders `messages` with the tools and variables, followed by the assistant header.
-
-        Raises:
-            InvalidInput: See Tokenizer.render.
-        """
+        """Renders `messages` with the tools and variables, followed by the assistant header."""
         return self._tokenizer.render(messages, **self._variables)
 
     def prompt(self, messages: Sequence[Message], said: Sequence[Message] = ()) -> list[int]:
@@ -146,11 +142,7 @@ class Bridge:
         _compare(self, first, shown, sent, whole)
 
     def after_turn(self, messages: Sequence[Message]) -> str:
-        """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` between.
-
-        Raises:
-            InvalidInput: See `extend`.
-        """
+        """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` in it."""
         messages, end = with_call_ids(messages), self.end_text
         try:
             text = self.render([_QUESTION, _answer(_ANSWER), *messages])

@@ -14,7 +14,6 @@ from pydantic import JsonValue
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.common.files.model_card import vocab_size_of, write_model_card
-from services.common.json_values import JsonMapping
 from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer
 
 _TEMPLATE, _TOKENIZER, _GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
@@ -26,9 +25,6 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     Both places of a chat template, chat_template.jinja and the key in tokenizer_config.json, get the one that prompts
     were rendered with. `chat_template_kwargs` become defaults of its variables. generation_config.json gets all stop
     tokens that ended a sample.
-
-    Raises:
-        LockstepError: See Tokenizer.load.
     """
     if not card.files.keys() & set(VOCABULARIES):  # the model has no tokenizer, so it has no template either
         return ModelCard()
@@ -156,7 +152,7 @@ def _difference_of_json(policy: bytes, teacher: bytes) -> str:
     for number in sorted(texts.keys() | others.keys()):
         if texts.get(number) != others.get(number):
             return f"token {number} is {_shown(others.get(number))} to the teacher and {_shown(texts.get(number))} here"
-    parts, its_parts = (_parts(one) for one in (own, other))
+    parts, its_parts = (json.loads(one.to_str()) for one in (own, other))
     return next((f"it has another {name}" for name in _PARTS if parts[name] != its_parts[name]), "")
 
 
@@ -166,7 +162,3 @@ def _texts(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
 
 def _shown(text: str | None) -> str:
     return "none" if text is None else repr(text)
-
-
-def _parts(tokenizer: tokenizers.Tokenizer) -> JsonMapping:
-    return json.loads(tokenizer.to_str())

@@ -7,8 +7,8 @@ messages have them as JSON, like those of OpenAI's API; vLLM's server does the s
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jinja2
 from jinja2.meta import find_undeclared_variables
@@ -115,15 +115,7 @@ _FIX_TURN = (
 )
 
 
-class Renders(Protocol):
-    """A ChatTemplate or a Tokenizer."""
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object
-    ) -> str: ...
-
-
-def check_prefix_stable(template: Renders, messages: Sequence[Message], **variables: object) -> None:
+def check_prefix_stable(render: Callable[..., str], messages: Sequence[Message]) -> None:
     """Rejects a template whose training text differs from what the model sees when it answers.
 
     For each assistant message k, the rendering of messages[:k] with the header of the assistant's turn must be a prefix
@@ -138,13 +130,13 @@ def check_prefix_stable(template: Renders, messages: Sequence[Message], **variab
         InvalidInput: A rendering is not a prefix. The error names the message and the first characters that differ.
         TemplateRefusal: The template rejects a beginning of these messages.
     """
-    whole = template.render(messages, add_generation_prompt=False, **variables)
+    whole = render(messages, add_generation_prompt=False)
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        turn = template.render(messages[: index + 1], add_generation_prompt=False, **variables)
+        turn = render(messages[: index + 1], add_generation_prompt=False)
         if index > 0:
-            prompt = template.render(messages[:index], add_generation_prompt=True, **variables)
+            prompt = render(messages[:index])
             _require_prefix(prompt, turn, f"message {index} does not begin with its prompt", _FIX_PROMPT)
         _require_prefix(turn, whole, f"message {index} changes when messages follow", _FIX_TURN)
 

@@ -47,9 +47,6 @@ class SampleChecks:
         """Yields a sentence for everything that is wrong in the batch of `step`.
 
         `body` has the fields of its rows `selected` and `collected`.
-
-        Raises:
-            DataLoss: The file cannot be read.
         """
         samples = _read(path)
         rows = _rows(samples, _NUMBERS)
@@ -64,11 +61,7 @@ class SampleChecks:
         self.facts[step] = Facts(_metrics_of(samples), content_sha256(samples).hex(), _scores_of(samples))
 
     def check_evaluation(self, path: Path, stamp: tuple[int, str], metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yields a sentence for every sample that carries another stamp than (version, digest), and for wrong metrics.
-
-        Raises:
-            DataLoss: The file cannot be read.
-        """
+        """Yields a sentence for every sample with another stamp than (version, digest), and for wrong metrics."""
         samples = _read(path)
         yield from self._check_stamps(path, _rows(samples, _STAMPED), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
@@ -123,11 +116,7 @@ def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, f
 
 
 def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
-    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row.
-
-    Raises:
-        DataLoss: A file cannot be read.
-    """
+    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row."""
     episodes = {(one["group"], one["sample"]): one for one in _read(calls_path, _CALLS).to_pylist()}
     recorded = {key: {call["number"]: call for call in one["calls"]} for key, one in episodes.items()}
     in_rows: dict[tuple[int, int], set[int]] = {key: set() for key in episodes}

@@ -1,6 +1,7 @@
 """Tests the lanes of a step, in the report and as text."""
 
-from services.coordinator.observe.report.page import drawing, lanes
+from benchmarks.loop import drawing
+from services.coordinator.observe.report.page import lanes
 
 STEP = {
     "step": 3,

@@ -11,7 +11,7 @@ from lockstep.types.v1.types_pb2 import Completion, PolicyStamp
 
 from services.common.config.streaming import orders_by_length
 from services.coordinator.data.groups import ScoredGroup
-from services.coordinator.rl.blocks import ByLength, ByPrompt, in_order_of_length
+from services.coordinator.rl.blocks import ByLength, ByPrompt, by_length
 from tests.common.config.test_streaming import config
 from tests.coordinator.fake_services import make_prompt
 
@@ -41,7 +41,7 @@ def test_groups_come_in_the_order_of_length_whenever_they_begin(
             for other, other_begin in zip(groups, begins, strict=True):
                 known[other.prompt.prompt_id] = min(other.length, max(0, now - other_begin))
             certain += order.decide(one.index, one if one.index % 7 else None)
-    assert certain == in_order_of_length(one for one in groups if one.index % 7)
+    assert certain == sorted((one for one in groups if one.index % 7), key=by_length)
 
 
 def test_a_group_is_certain_once_all_others_are_longer() -> None:

@@ -13,6 +13,7 @@ import pytest
 from services.common.config.sft import SftConfig
 from services.common.errors import PreconditionFailed, Unavailable
 from services.coordinator.data.order import EpochOrder
+from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
 from services.coordinator.sft.rows import Example, SftDataset
@@ -105,7 +106,7 @@ async def test_every_held_out_row_counts_once_on_any_number_of_ranks(open_again:
 
 def test_it_goes_on_with_the_same_config_only(open_again: Callable[..., Run]) -> None:
     open_again(num_steps=7)
-    open_again(num_steps=7, seed=1).record.record_step(1, {})  # no step was done before
+    open_again(num_steps=7, seed=1).record.ledger.record(Kind.FINISHED, 1)  # no step was done before
     with pytest.raises(PreconditionFailed, match="another seed "):
         open_again(num_steps=7)
     open_again(num_steps=9, seed=1)

@@ -7,19 +7,20 @@ Documents are {"text", "title"}, or {"contents"} with the title in the first lin
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, TypeVar
 
 import huggingface_hub
 import pyarrow as pa
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from services.common.errors import InvalidInput, NotFound, Unavailable
-from services.coordinator.data.prepare.formats import ConversionOptions, Example, Format, Split, text
+from services.common.json_values import JsonMapping, JsonObject
+from services.coordinator.data.prepare.formats import ConversionOptions, Format, Split, text
 from services.coordinator.data.reading.hub import first_line
 from services.coordinator.data.reading.parquet import write_tables
 from services.coordinator.data.reading.record import BadRow, BadRows, Record
@@ -88,23 +89,15 @@ _TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
 _SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index", pa.int64())])
 
 
-class _Row(TypedDict):
-    prompt: str
-    answer: str
-    source: str
-    solution: str
-    index: int
-
-
 @dataclass(frozen=True)
 class ConversionReport:
     dataset: str
     source: str
     files: Mapping[Split, Path]
     num_rows: Mapping[Split, int]
-    dropped: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
     """`<file> <row or line>: <reason>` of every bad row."""
-    num_held_out: int
+    num_held_out: int = 0
     """Number of test rows that were taken from train because the source has no test split."""
 
 
@@ -118,10 +111,12 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
     """
     bad = BadRows(source, "bad", "Fix them, or drop them with --bad-rows drop")
     instruction = format.instruction if options.instruction is None else options.instruction
-    splits: dict[Split, list[_Row]] = {}
+    splits: dict[Split, list[JsonObject]] = {}
     for split, paths in find_files(format, source, options.revision).items():
-        examples = (parsed for path in paths for parsed in _parsed(path, format.parse, bad))
-        splits[split] = [_row(example, format.name, index, instruction) for index, example in examples]
+        rows = (parsed for path in paths for parsed in _parsed(path, format.parse, bad))
+        splits[split] = [{**row, "source": format.name, "index": index} for index, row in rows]
+        for row in splits[split] if instruction else ():
+            row["prompt"] += f"\n\n{instruction}"
     num_good = sum(map(len, splits.values()))
     bad.settle(options.bad_rows, total=num_good + len(bad.rows), field="source")
     num_held_out = 0
@@ -130,10 +125,17 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
         num_held_out = len(splits["test"])
     if empty := [split for split, rows in splits.items() if not rows]:
         raise InvalidInput(f"{source} has no rows for {empty[0]}", field="source")
-    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(rows, _SCHEMA) for split, rows in splits.items()}
-    files = write_splits(tables, out)
+    report = write_rows(format.name, source, splits, _SCHEMA, out)
+    return replace(report, dropped=tuple(bad.rows), num_held_out=num_held_out)
+
+
+def write_rows(
+    dataset: str, source: str, splits: Mapping[Split, Sequence[JsonMapping]], schema: pa.Schema, out: Path
+) -> ConversionReport:
+    """Writes a file for each split. Raises as `write_splits` does."""
+    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(rows, schema) for split, rows in splits.items()}
     num_rows: dict[Split, int] = {split: len(rows) for split, rows in splits.items()}
-    return ConversionReport(format.name, source, files, num_rows, tuple(bad.rows), num_held_out)
+    return ConversionReport(dataset, source, write_splits(tables, out), num_rows)
 
 
 def write_splits(tables: Mapping[SplitT, pa.Table], out: Path) -> dict[SplitT, Path]:
@@ -149,13 +151,7 @@ def write_splits(tables: Mapping[SplitT, pa.Table], out: Path) -> dict[SplitT, P
     return files
 
 
-def _row(example: Example, source: str, index: int, instruction: str) -> _Row:
-    prompt = f"{example.problem}\n\n{instruction}" if instruction else example.problem
-    answer, solution = example.answer, example.solution
-    return {"prompt": prompt, "answer": answer, "source": source, "solution": solution, "index": index}
-
-
-def _hold_out(rows: list[_Row], num_problems: int) -> dict[Split, list[_Row]]:
+def _hold_out(rows: list[JsonObject], num_problems: int) -> dict[Split, list[JsonObject]]:
     """Moves the problems with the lowest hashes to test, independent of row order; copies of a problem go together."""
     hashes = [hashlib.blake2b(" ".join(row["prompt"].split()).encode(), digest_size=16).digest() for row in rows]
     ranked = sorted(set(hashes))
@@ -163,7 +159,7 @@ def _hold_out(rows: list[_Row], num_problems: int) -> dict[Split, list[_Row]]:
         message = f"--test-size {num_problems} leaves nothing to train on: the source has {len(ranked)} problems"
         raise InvalidInput(message, field="test_size")
     test = set(ranked[:num_problems])
-    splits: dict[Split, list[_Row]] = {"train": [], "test": []}
+    splits: dict[Split, list[JsonObject]] = {"train": [], "test": []}
     for row, digest in zip(rows, hashes, strict=True):
         splits["test" if digest in test else "train"].append(row)
     return splits
@@ -215,7 +211,7 @@ def make_search_files(
     source = f"{', '.join(map(str, questions.values()))}; {num_rows['corpus']} documents of {corpus}"
     files_of_splits: dict[Split, Path] = {split: files[split] for split in questions}
     num_of_splits: dict[Split, int] = {split: num_rows[split] for split in questions}
-    return ConversionReport("search-r1", source, files_of_splits, num_of_splits, tuple(bad.rows), num_held_out=0)
+    return ConversionReport("search-r1", source, files_of_splits, num_of_splits, tuple(bad.rows))
 
 
 def _question(source: str, record: Record) -> dict[str, object]:

@@ -9,15 +9,6 @@ from services.coordinator.data.reading.record import BadRow, Record, in_words
 Split = Literal["train", "test"]
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A problem. `solution` is the worked solution, or empty."""
-
-    problem: str
-    answer: str
-    solution: str
-
-
 @dataclass(frozen=True)
 class Format:
     """A dataset: its id on the Hub, its files and the function that reads a row."""
@@ -28,8 +19,8 @@ class Format:
     """Globs of each published split; the first one that matches a file is used."""
     instruction: str
     """Text after the problem that tells the model how to answer, so that this dataset's scorer finds the answer."""
-    parse: Callable[[Record], Example]
-    """Reads one row. Raises BadRow if it cannot be used."""
+    parse: Callable[[Record], dict[str, str]]
+    """Reads prompt, answer and worked solution, or an empty one, of a row. Raises BadRow if it cannot be used."""
 
 
 def text(record: Record, column: str) -> str:
@@ -55,13 +46,13 @@ def text(record: Record, column: str) -> str:
 _MARK = "####"
 
 
-def _parse_gsm8k(record: Record) -> Example:
+def _parse_gsm8k(record: Record) -> dict[str, str]:
     problem, solution = text(record, "question"), text(record, "answer")
     _, mark, final = solution.rpartition(_MARK)
     answer = final.replace(",", "").strip()
     if not mark or not answer:
         raise BadRow(f"answer does not end with {_MARK} and the result")
-    return Example(problem, answer, solution)
+    return {"prompt": problem, "answer": answer, "solution": solution}
 
 
 GSM8K = Format(
@@ -76,10 +67,11 @@ GSM8K = Format(
 )
 
 
-def _parse_deepscaler(record: Record) -> Example:
+def _parse_deepscaler(record: Record) -> dict[str, str]:
     # Many problems come without a worked solution.
     has_solution = bool(str(record.get("solution") or "").strip())
-    return Example(text(record, "problem"), text(record, "answer"), text(record, "solution") if has_solution else "")
+    solution = text(record, "solution") if has_solution else ""
+    return {"prompt": text(record, "problem"), "answer": text(record, "answer"), "solution": solution}
 
 
 DEEPSCALER = Format(

@@ -12,31 +12,25 @@ import zlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pyarrow as pa
 
 from services.common.errors import InvalidInput
+from services.common.json_values import JsonObject
 from services.common.reasoning_tasks import COLUMN, INSTRUCTION, make_tasks
-from services.coordinator.data.prepare.convert import ConversionReport, write_splits
+from services.coordinator.data.prepare.convert import ConversionReport, write_rows
 from services.coordinator.data.prepare.formats import Split
 
 MAX_OPERAND = 99
 _TEST_ONE_IN = 10
 
 
-class Problem(TypedDict):
-    """A row. `level` is the number of carries, or of borrows for a subtraction: 0 to 2."""
-
-    prompt: str
-    answer: str
-    level: int
-
-
-def problems(split: Split, num: int, seed: int) -> list[Problem]:
+def problems(split: Split, num: int, seed: int) -> list[JsonObject]:
     """Returns `num` distinct problems of `split` in random order; the same arguments give the same rows everywhere.
 
-    The train split has 13,548 problems and the test split 1,502; two thirds are additions.
+    The train split has 13,548 problems and the test split 1,502; two thirds are additions. `level` is the number of
+    carries, or of borrows for a subtraction: 0 to 2.
 
     Raises:
         InvalidInput: `split` is unknown or has fewer than `num` problems, or `num` is below one.
@@ -63,7 +57,7 @@ def _split_of(a: int, op: str, b: int) -> Split:
     return "test" if zlib.crc32(key.encode()) % _TEST_ONE_IN == 0 else "train"
 
 
-def _problem(a: int, op: str, b: int) -> Problem:
+def _problem(a: int, op: str, b: int) -> JsonObject:
     answer = a + b if op == "+" else a - b
     # Every borrow of a - b is a carry of answer + b.
     level = _carries(a, b) if op == "+" else _carries(answer, b)
@@ -77,7 +71,14 @@ def _carries(a: int, b: int) -> int:
     return (sum(map(int, f"{a}{b}")) - sum(map(int, str(a + b)))) // 9
 
 
+_ARITHMETIC = pa.schema([("prompt", pa.string()), ("answer", pa.string()), ("level", pa.int64())])
 _SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "source", COLUMN)])
+
+
+def make_arithmetic(*, num_rows: Mapping[Split, int], seed: int, out: Path) -> ConversionReport:
+    """Writes the splits to `out`. Raises InvalidInput as `problems` does."""
+    rows: dict[Split, list[JsonObject]] = {split: problems(split, num, seed) for split, num in num_rows.items()}
+    return write_rows("arithmetic", f"seed {seed}", rows, _ARITHMETIC, out)
 
 
 def make_files(
@@ -88,13 +89,12 @@ def make_files(
     Raises:
         InvalidInput: reasoning-gym is not installed, cannot make the task, or makes one that JSON cannot hold.
     """
-    tables: dict[Split, pa.Table] = {}
+    rows: dict[Split, list[JsonObject]] = {}
     first, tasks = 0, make_tasks(task, seed=seed, size=sum(num_rows.values()), settings=settings)
     for split, num in num_rows.items():
-        rows = [_row(task, settings, tasks, index) for index in range(first, first + num)]
-        tables[split], first = pa.Table.from_pylist(rows, _SCHEMA), first + num
-    files = write_splits(tables, out)
-    return ConversionReport(f"reasoning-gym {task}", f"seed {seed}", files, num_rows, dropped=(), num_held_out=0)
+        rows[split] = [_row(task, settings, tasks, index) for index in range(first, first + num)]
+        first += num
+    return write_rows(f"reasoning-gym {task}", f"seed {seed}", rows, _SCHEMA, out)
 
 
 def parse_settings(text: str) -> dict[str, object]:
@@ -112,7 +112,7 @@ def parse_settings(text: str) -> dict[str, object]:
     return settings
 
 
-def _row(task: str, settings: Mapping[str, object], tasks: Any, index: int) -> dict[str, str]:
+def _row(task: str, settings: Mapping[str, object], tasks: Any, index: int) -> JsonObject:
     entry = tasks[index]
     answer, stored = str(entry["answer"]), json.dumps({"task": task, "settings": settings, "entry": entry})
     # JSON has no tuples, and two tasks (arc_agi and rearc in 0.1.25) score an answer to a list as wrong.

@@ -103,11 +103,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     @classmethod
     def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
-        """Returns the examples of `config.eval` by set name, each set in file order.
-
-        Raises:
-            LockstepError: See `train`.
-        """
+        """Returns the examples of `config.eval` by set name, each set in file order."""
         limit = cls._limits(config).max_eval
         return {
             name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)

@@ -5,7 +5,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -106,9 +106,6 @@ def _of_steps(steps: Sequence[Row]) -> Iterator[Failure]:
                 yield Failure("step", reason, 1, f"step {row['step']}", text)
 
 
-_WIDTH = 44  # with name and seconds, a line of 80 columns
-
-
 def lanes(rows: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     """Returns each step that has lanes: `step`, its `seconds`, and `lanes` of name, begin, end and busy seconds.
 
@@ -117,26 +114,18 @@ def lanes(rows: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     """
     steps = [row for row in thin(steps_of(rows)) if "time/generate_end_s" in row or "time/train_end_s" in row]
     names = [name for name in LANES if any(f"time/{name}_end_s" in row for row in steps)]
-    return [{"step": row["step"], "seconds": number(row["time/step_s"]), "lanes": _of(row, names)} for row in steps]
 
+    def seconds(row: Row, name: str) -> list[float | str]:
+        return [number(row.get(f"time/{name}_{part}_s", 0.0)) for part in ("begin", "end", "busy")]
 
-def drawing(row: Mapping[str, float]) -> str:
-    """Returns the lanes of a step as text, one line each: busy from the first call to the last, and its idle time."""
-    step_s = row["time/step_s"]
-    lines = [f"{'':>10}0 s{f'{step_s:.1f} s':>{_WIDTH - 3}}"]
-    for name, begin_s, end_s, busy_s in _of(row, [name for name in LANES if f"time/{name}_end_s" in row]):
-        begin, end = (round(float(at) / step_s * _WIDTH) for at in (begin_s, end_s))
-        begin = min(begin, _WIDTH - 1)
-        bar = " " * begin + "#" * max(1, end - begin)
-        lines.append(f"{name:>9} {bar:<{_WIDTH}} busy {float(busy_s):.1f} s, idle {step_s - float(busy_s):.1f} s")
-    return "\n".join(lines)
-
-
-def _of(row: Mapping[str, float], names: Iterable[str]) -> list[tuple[str, float | str, float | str, float | str]]:
-    def seconds(name: str, part: str) -> float | str:
-        return number(row.get(f"time/{name}_{part}_s", 0.0))
-
-    return [(name, seconds(name, "begin"), seconds(name, "end"), seconds(name, "busy")) for name in names]
+    return [
+        {
+            "step": row["step"],
+            "seconds": number(row["time/step_s"]),
+            "lanes": [(name, *seconds(row, name)) for name in names],
+        }
+        for row in steps
+    ]
 
 
 _SCRIPTS = ("draw.js", "plots.js", "lanes.js", "samples.js", "page.js")

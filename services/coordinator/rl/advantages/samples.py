@@ -69,11 +69,7 @@ class Samples:
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
-        """Converts `batch`, and checks that it has the columns that `config` needs.
-
-        Raises:
-            InvalidInput: See `compute_advantages`.
-        """
+        """Converts `batch`, and checks that it has the columns that `config` needs."""
         first_S = begins_of_samples(batch)
         _, group_S = np.unique(batch["group"].to_numpy()[first_S], return_inverse=True)
         if config.needs_group and np.bincount(group_S).min(initial=2) < 2:
@@ -285,11 +281,7 @@ def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
 
 
 def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
-    """Returns what `coef_after` needs: the coefficient, the mean KL in nats per trained sample, and how many there are.
-
-    Raises:
-        InvalidInput: ref_logprobs are missing.
-    """
+    """Returns what `coef_after` needs: the coefficient, the mean KL in nats per trained sample, and their number."""
     num_samples = num_trained_samples(batch)
     kl = kl_of(batch, config.kind).sum() / max(num_samples, 1)
     return {"kl_coef": coef, "kl_per_sample": float(kl), "num_samples": float(num_samples)}
