@@ -126,7 +126,7 @@ async def serving(config: Config) -> AsyncIterator[Service]:
         try:
             async with unless_one_dies(fleet):
                 stamp = await _publish(trainer, rollout, config)
-            replicas = [child.process for child in fleet._children if child.name.startswith("rollout")]
+            replicas = [child.process for child in fleet.children if child.name.startswith("rollout")]
             pids = [process.pid for process in replicas if process]
             yield Service(rollout, config, stamp, pids)
         finally:

@@ -30,7 +30,7 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
 from services.coordinator.fleet.running import recorded_run, running_services
 from services.coordinator.observe.reporters import files
-from services.coordinator.rl.blocks import in_order_of_length
+from services.coordinator.rl.blocks import by_length
 from services.coordinator.rl.metrics import batch_metrics
 from services.coordinator.rl.publishing import Publisher
 from services.coordinator.rl.sampling.collect import Collector, PromptRequest
@@ -123,7 +123,7 @@ def to_batch(config: Config, groups: Sequence[ScoredGroup | None]) -> pa.Table:
     """Returns a table with a row for each sample (SAMPLE_SCHEMA in services/common/batches/batch.py)."""
     scored = [group for group in groups if group is not None]
     # The order changes nothing but rounding. This is the one in which a streamed batch is complete earliest.
-    return to_table(in_order_of_length(scored) if orders_by_length(config) else scored)
+    return to_table(sorted(scored, key=by_length) if orders_by_length(config) else scored)
 
 
 def with_advantages(batch: pa.Table, config: Config) -> pa.Table:

@@ -34,7 +34,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
-from services.coordinator.data.prepare.tasks import Problem, problems
+from services.common.json_values import JsonObject
+from services.coordinator.data.prepare.tasks import problems
 
 logger = logging.getLogger("make_model")
 
@@ -55,7 +56,7 @@ NUM_SHEETS, PROBLEMS_PER_SHEET = 600, 256
 NUM_HELD_OUT = 1024
 
 
-def flawed_answer(problem: Problem, rng: random.Random) -> str:
+def flawed_answer(problem: JsonObject, rng: random.Random) -> str:
     """Returns an answer to demonstrate: the right one, or one with one or both of two typical mistakes."""
     answer = int(problem["answer"])
     if problem["level"] > 0 and rng.random() < FORGETS_CARRY:
@@ -121,7 +122,7 @@ def make_start(
 
 
 @torch.no_grad()
-def accuracy(model: Qwen3ForCausalLM, rows: list[Problem]) -> tuple[float, float]:
+def accuracy(model: Qwen3ForCausalLM, rows: list[JsonObject]) -> tuple[float, float]:
     """Returns the expected accuracy of sampling at temperature 1 and that of greedy decoding, both exact for `rows`."""
     texts = [row["prompt"] + row["answer"] + "<eos>" for row in rows]
     tokens_BT = make_tokenizer()(texts, padding=True, return_tensors="pt").input_ids

@@ -46,13 +46,8 @@ def issue(
     """Creates the credentials of one process in `out`.
 
     A coordinator's certificate is also valid for 127.0.0.1, where services started by `lockstep run --tls` listen.
-
-    Args:
-        ca: Directory of the authority.
-        role: The holder's role.
-        hosts: DNS names and IP addresses that clients use to reach it; none for an operator, who only calls.
-        out: Directory to create.
-        validity: How long it is valid, but not longer than the authority.
+    `ca` is the directory of the authority, which limits the `validity`. `hosts` are the DNS names and IP addresses that
+    clients use to reach the process; none for an operator, who only calls.
 
     Raises:
         InvalidInput: An argument is wrong; the message names the option and says what to change.

@@ -57,12 +57,8 @@ def play_row(
 ) -> bool:
     """Plays the row with that number of the training data, and prints what happens. Returns whether nothing failed.
 
-    Args:
-        config: The run's config.
-        row: Number of the row.
-        turns: What the policy says.
-        console: Where it is printed.
-        place: Where this host listens for an agent elsewhere: `host`, and `tls`, a directory with credentials.
+    The policy says `turns`. `place` is where this host listens for an agent elsewhere: `host`, and `tls`, a directory
+    with credentials.
 
     Raises:
         InvalidInput: There is no environment, or it does not open.

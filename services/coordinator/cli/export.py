@@ -29,10 +29,8 @@ _DTYPES = ("float32", "bfloat16")
 def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> AnyConfig:
     """Returns the config under which one process on CPU can load `checkpoint`.
 
-    Args:
-        checkpoint: A checkpoint of a run.
-        overrides: Configs and overrides that come after the config in the run's directory, if it is there.
-        dtype: float32, bfloat16, or auto for the dtype that the starting model's config.json names.
+    `overrides` come after the config in the run's directory, if it is there. `dtype` is float32, bfloat16, or auto for
+    the dtype that the starting model's config.json names.
 
     Raises:
         NotFound: There is no checkpoint, no config of its run, or no model where that says.
@@ -113,12 +111,9 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def push(directory: Path, repository: str, *, is_public: bool) -> str:
-    """Uploads all files of `directory` in one commit, and returns its URL. Makes the repository if there is none.
+    """Uploads all files of `directory` in one commit, and returns its URL.
 
-    Args:
-        directory: A model that a run or `lockstep export` has written.
-        repository: OWNER/NAME.
-        is_public: Whether a new repository is public. One that is there stays as it is.
+    Makes the repository OWNER/NAME if there is none, public if `is_public`. One that is there stays as it is.
 
     Raises:
         NotFound: There is no exported model in `directory`.

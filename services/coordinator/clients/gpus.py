@@ -121,11 +121,8 @@ def split_gpus(
 ) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES by service name; empty if the host has no GPU.
 
-    Args:
-        ranks: Number of ranks of each trainer that is started here.
-        config: The run's config.
-        available: This host's GPUs, as `visible_gpus` returns them.
-        start_rollout: Whether the rollout replicas are started here.
+    `ranks` has the number of ranks of each trainer that is started here, as replicas are with `start_rollout`, and
+    `available` this host's GPUs, as `visible_gpus` returns them.
 
     Raises:
         InvalidInput: The host has GPUs, but fewer than the services need.

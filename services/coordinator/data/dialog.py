@@ -115,10 +115,8 @@ class Dialog:
     ) -> None:
         """Compares an episode with what the chat template makes of the whole conversation; see Bridge.check_episode.
 
-        Args:
-            prompt: The row's prompt.
-            messages: The environment's first messages.
-            taken: The policy's tokens of each turn but the last, with the environment's reply.
+        `prompt` is the row's, `messages` are the environment's first ones, and `taken` the policy's tokens of each turn
+        but the last, with the environment's reply.
 
         Raises:
             InvalidInput: They differ.

@@ -216,11 +216,7 @@ def prompts_to_try(
 ) -> Iterator[Prompt]:
     """Yields every prompt of `data` once, in the order in which `step` tries them.
 
-    Args:
-        data: The training prompts.
-        config: The run's config.
-        step: Step, counted from 0.
-        success_rates: Ledger.success_rates, or a function like it.
+    Steps count from 0; `success_rates` is Ledger.success_rates, or a function like it.
 
     Raises:
         InvalidInput: `data` has fewer prompts than a step tries at once.
@@ -262,10 +258,7 @@ def by_success_rate(
 ) -> Iterator[Prompt]:
     """Yields prompts with a rate in low..high or with no rate first, then the others, nearest to that band first.
 
-    Args:
-        prompts: Prompts; their order is kept among equals.
-        rates: Fraction of samples that passed so far, by prompt id.
-        config: Has the band, low and high.
+    The order of `prompts` is kept among equals. `rates` are fractions of samples that passed so far, by prompt id.
     """
     outside: list[tuple[float, Prompt]] = []
     for prompt in prompts:

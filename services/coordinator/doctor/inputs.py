@@ -48,10 +48,8 @@ _LOOK_S = 60.0
 def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool = False) -> None:
     """Checks that the models that a trainer of this host will load have all their weights.
 
-    Args:
-        config: The run's config. A model that is no directory here is not checked.
-        addresses: Addresses of running services; models of a trainer with an address are on its host.
-        may_download: Accepts a model in the Hub's cache without weights, which the run will download.
+    Those of a trainer with an address are on its host. With `may_download`, a model in the Hub's cache may lack its
+    weights, which the run will download.
 
     Raises:
         NotFound: The directory of a model is missing.

@@ -238,15 +238,11 @@ class Child:
 
 class Fleet:
     def __init__(self, addresses: Addresses, children: Sequence[Child], forks: Forks):
-        self.addresses, self._children, self._forks = addresses, children, forks
-
-    @property
-    def has_started(self) -> bool:
-        return bool(self._children)
+        self.addresses, self.children, self._forks = addresses, children, forks
 
     async def start(self) -> None:
         """Starts all services. It does not wait for the imports of those that are forked."""
-        await self._start(self._children)
+        await self._start(self.children)
 
     async def start_again(self, rollout: tuple[str, ...], *, keeps_trainers: bool) -> None:
         """Starts what has ended, and new trainers unless it `keeps_trainers`.
@@ -255,7 +251,7 @@ class Fleet:
         """
         if rollout:
             self.addresses = replace(self.addresses, rollout=rollout)
-        again = [one for one in self._children if not one.is_running or (one.restarts is None and not keeps_trainers)]
+        again = [one for one in self.children if not one.is_running or (one.restarts is None and not keeps_trainers)]
         await gather(child.end() for child in again)
         await self._start(again)
 
@@ -266,7 +262,7 @@ class Fleet:
 
     async def watch(self) -> None:
         """Raises when a service has exited and has no restarts left; never returns."""
-        await gather([*(child.watch(self._forks) for child in self._children), asyncio.Event().wait()])
+        await gather([*(child.watch(self._forks) for child in self.children), asyncio.Event().wait()])
 
 
 @contextlib.asynccontextmanager

@@ -121,12 +121,8 @@ async def recorded_run(
     """Opens the run's record, its log and its watchers, and keeps a history of its calls (rpc/history).
 
     Calls in the block share a new fencing token (rpc/fence.py). Watchers are opened and closed in a thread, because a
-    tracker may take minutes, and a daemon has other runs.
-
-    Args:
-        config: The run's config; `start` may be that of another.
-        console: Shows warnings; None if the caller has configured logging.
-        start: Where the run starts; by default what `open_run` returns.
+    tracker may take minutes, and a daemon has other runs. `console` shows warnings; it is None if the caller has
+    configured logging. The run begins at `start`, which may be that of another config, or else as `open_run` says.
     """
     if start is None:
         await await_ledger(config)
@@ -277,7 +273,7 @@ async def unless_one_dies(fleet: Fleet) -> AsyncIterator[None]:
             yield
         except Unavailable as error:
             # A call failed before the exit was noticed. The error of the exit is better: it includes the log.
-            if error.reason is Reason.UNREACHABLE and fleet.has_started:
+            if error.reason is Reason.UNREACHABLE and fleet.children:
                 await asyncio.wait({watching}, timeout=_EXIT_ERROR_TIMEOUT_S)
             raise
         finally:

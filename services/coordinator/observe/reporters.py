@@ -38,12 +38,7 @@ class JsonLines(Reporter):
 
     A resumed run removes lines that the ledger does not have, because their steps will be repeated. It takes missing
     and different lines from the ledger, which lacks only the time of an evaluation. A file with damaged lines is kept
-    as metrics.damaged.jsonl.
-
-    Args:
-        path: The file.
-        version: Last step that the run will not repeat.
-        ledger: The run's decisions.
+    as metrics.damaged.jsonl. `version` is the last step that the run will not repeat.
     """
 
     def __init__(self, path: Path, version: int, ledger: Ledger):

@@ -43,13 +43,8 @@ def versions_of(samples: pa.Table) -> dict[str, str]:
 def warn_of_other_versions(
     newest_batch: Path | None, scorer: str, environment: str, evaluated: Versions | None = None
 ) -> None:
-    """Logs a line for each scorer, and for the environment, whose version is not that of what the run has scored last.
-
-    Args:
-        newest_batch: The newest batch's file; None if the run has none. A file that cannot be read is ignored here.
-        scorer: Name, version and weight of the scorers, as in the batch's column.
-        environment: Name and version of the environment, as in the batch's column.
-        evaluated: The versions of the newest evaluation; None if the run has none.
+    """Logs a line for each scorer, and for the environment, whose version is not that of what the run has scored last:
+    the newest batch, whose file is ignored here if it cannot be read, and the newest evaluation, if there are any.
     """
     now, logged = {"scorer": scorer, "environment": environment}, set[tuple[str, str, str]]()
     for source, before in (("batch", _of_batch(newest_batch)), ("evaluation", evaluated)):
@@ -151,12 +146,8 @@ class SavedModel(Protocol):
 
 
 def require_visible(written: Path, what: str, digest: str = "") -> None:
-    """Checks that what the trainer has written on its host is at the same path here.
-
-    Args:
-        written: A file or directory.
-        what: Names it for the message.
-        digest: SHA-256 of the file; "" for any content.
+    """Checks that what the trainer has written on its host is at the same path here, as a file with this SHA-256 if
+    `digest` is not empty. The message names it as `what`.
 
     Raises:
         PreconditionFailed: STORAGE_FAILED, the two hosts have different file systems there.

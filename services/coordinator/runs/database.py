@@ -50,10 +50,8 @@ _SHARED = re.compile(r"nfs|cifs|smb|9p|afs|ceph|lustre|gpfs|beegfs|gluster|ocfs|
 class Database:
     """Runs SQL on the file at `path`; each statement outside a transaction is synced to disk.
 
-    Args:
-        path: The file.
-        address: The SQLite URI to open instead of `path`.
-        patience_s: How long a statement waits, with warnings, for another process that holds a lock on the file.
+    `address` is an SQLite URI to open instead of `path`. A statement waits `patience_s`, with warnings, for another
+    process that holds a lock on the file.
 
     Raises:
         Unavailable: STORAGE_FAILED: another process still holds a lock after `patience_s`.

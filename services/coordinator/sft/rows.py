@@ -16,7 +16,7 @@ from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading import columns
-from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
+from services.coordinator.data.reading.files import Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.bridge import map_texts
 from services.coordinator.text.chat_template import Message, TemplateRefusal, check_prefix_stable
@@ -86,13 +86,8 @@ class SftRow(Row):
 class SftFile(RowFile[SftDataConfig, SftRow, Example]):
     """A file with a prompt and a response column, or with one column of conversations."""
 
-    noun = "rows"
+    noun, keys = "rows", ("samples_per_step", "max_tokens", "max_eval_rows")
     of_templates = (*RowFile.of_templates, "chat_template")
-
-    @classmethod
-    def _limits(cls, config: SftDataConfig) -> Limits:
-        per_step = ("samples_per_step", config.samples_per_step)
-        return Limits(per_step, ("max_tokens", config.max_tokens), config.max_eval_rows)
 
     def _check_columns(self) -> pa.DataType:
         if self.config.tools_column and "tools_column" in self.config.model_fields_set:

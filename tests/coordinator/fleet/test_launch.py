@@ -35,7 +35,7 @@ async def test_the_error_says_whether_the_same_command_goes_on(
     if saved:
         (checkpoint / "manifest.json").write_text("{}")
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
-        (reward,) = fleet._children
+        (reward,) = fleet.children
         os.kill(reward.process.pid, signal.SIGKILL)
         with raises(Unavailable, reason=Reason.SERVICE_DIED) as caught:
             await fleet.watch()
@@ -47,7 +47,7 @@ async def test_the_error_says_whether_the_same_command_goes_on(
 async def test_a_reward_service_that_dies_is_started_again_at_its_address(tmp_path: Path) -> None:
     config = make_config(runs_dir=tmp_path, restart={"max": 1})
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
-        (reward,) = fleet._children
+        (reward,) = fleet.children
         watching = asyncio.create_task(fleet.watch())
         first = reward.process.pid
         os.kill(first, signal.SIGKILL)
@@ -61,7 +61,7 @@ async def test_a_reward_service_that_dies_is_started_again_at_its_address(tmp_pa
 async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: Path) -> None:
     config = make_config(runs_dir=tmp_path)
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
-        (reward,) = fleet._children
+        (reward,) = fleet.children
         first = reward.process.pid
         await fleet.start_again(("127.0.0.1:2",), keeps_trainers=False)
         assert (reward.process.pid, fleet.addresses.rollout) == (first, ("127.0.0.1:2",))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import pyarrow as pa
 
@@ -45,28 +45,9 @@ class Row:
         return f"{self.number}-{self.content_hash.hex()[:8]}"
 
 
-class HasLength(Protocol):
-    """A tokenized row; the config limits its number of tokens."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The sizes that a config sets, with their keys below `data`."""
-
-    per_step: tuple[str, int]
-    """Rows of one batch."""
-    max_tokens: tuple[str, int]
-    """Tokens of one row."""
-    max_eval: int | None
-    """Rows of each held-out file; all if None."""
-
-
 Files = TypeVar("Files", bound=FilesConfig)
 ReadRow = TypeVar("ReadRow", bound=Row)
-Tokenized = TypeVar("Tokenized", bound=HasLength)
+Tokenized = TypeVar("Tokenized", bound=Any)  # has `num_tokens`, which the config limits
 
 
 class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
@@ -74,6 +55,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     noun: ClassVar[str]
     """Name of the rows in messages."""
+    keys: ClassVar[tuple[str, str, str]]
+    """Keys of the config: rows of one batch, tokens of one row, and rows of each held-out file, all of them if None."""
     of_templates: ClassVar[tuple[str, ...]] = ("system_prompt", "chat_template_kwargs")
     """Keys of the config that only rows with the chat template use."""
 
@@ -95,8 +78,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         """
         warn_of_shared_files(config.train, config.eval)
         examples = cls._read_all(config.train, config, tokenizer, "data.train")
-        key, per_step = cls._limits(config).per_step
-        if per_step > len(examples):
+        key = cls.keys[0]
+        if (per_step := getattr(config, key)) > len(examples):
             message = f"data.{key} is {per_step}, but data.train has {len(examples)} {cls.noun}"
             raise InvalidInput(message, field=f"data.{key}")
         return examples, EpochOrder(len(examples), per_step, seed=seed, shuffle=config.shuffle)
@@ -104,7 +87,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
     @classmethod
     def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
         """Returns the examples of `config.eval` by set name, each set in file order."""
-        limit = cls._limits(config).max_eval
+        limit = getattr(config, cls.keys[2])
         return {
             name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)
             for name, path in config.eval.items()
@@ -114,7 +97,7 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
     def _read_all(
         cls, paths: Sequence[Path], config: Files, tokenizer: Tokenizer, field: str, max_rows: int | None = None
     ) -> list[Tokenized]:
-        key, limit = cls._limits(config).max_tokens
+        key, limit = cls.keys[1], getattr(config, cls.keys[1])
         bad = BadRows(field, "bad", "Fix them, or set data.bad_rows=drop")
         overlong = BadRows(field, f"above data.{key} {limit}", "Increase it, or set data.overlong=drop")
         examples: list[Tokenized] = []
@@ -134,11 +117,6 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             message = f"{field}: no {cls.noun} left of {rows} in {', '.join(map(str, paths))}"
             raise InvalidInput(message, field=field)
         return examples
-
-    @classmethod
-    @abstractmethod
-    def _limits(cls, config: Files) -> Limits:
-        """Returns the sizes that `config` sets."""
 
     @abstractmethod
     def _check_columns(self) -> pa.DataType:

@@ -20,7 +20,7 @@ from services.coordinator.data.reading.columns import (
     types_with_fields,
     value_of,
 )
-from services.coordinator.data.reading.files import Limits, Row, RowFile, hash_of
+from services.coordinator.data.reading.files import Row, RowFile, hash_of
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message
 
@@ -74,14 +74,9 @@ class PromptRow(Row):
 class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     """A file with a prompt column, an answer column and extra columns for the scorers."""
 
-    noun = "prompts"
+    noun, keys = "prompts", ("prompts_per_step", "max_prompt_tokens", "max_eval_prompts")
     needs_answer: ClassVar[bool] = True
     """Whether every row must have an answer."""
-
-    @classmethod
-    def _limits(cls, config: DataConfig) -> Limits:
-        per_step, max_tokens = config.prompts_per_step, config.max_prompt_tokens
-        return Limits(("prompts_per_step", per_step), ("max_prompt_tokens", max_tokens), config.max_eval_prompts)
 
     def _check_columns(self) -> pa.DataType:
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns

@@ -43,7 +43,8 @@ class TextRows:
         firsts: JsonObject = {}
         for _, row in self:
             for name, value in row.items():
-                if _says_nothing(firsts.get(name)):
+                first = firsts.get(name)
+                if first is None or first in ("", []) or isinstance(first, Unusable):
                     firsts[name] = value
         self.types: Mapping[str, pa.DataType] = {name: _type_of(value) for name, value in firsts.items()}
         """Column -> Arrow type of its first value that is not empty. Other rows may have values of other types."""
@@ -186,10 +187,6 @@ _DECODER = json.JSONDecoder(
     parse_float=_number,
     parse_constant=lambda text: Unusable(f"{text}, which is not JSON"),
 )
-
-
-def _says_nothing(value: object) -> bool:
-    return value is None or value in ("", []) or isinstance(value, Unusable)
 
 
 def _type_of(value: object) -> pa.DataType:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
+from services.common.json_values import JsonObject
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reader import metrics_lines
@@ -17,20 +18,6 @@ MAX_STEPS = 2000
 """Maximum number of steps in a curve, about as many as a screen has pixels; longer runs are thinned evenly."""
 
 _NO_COMPONENT = {"reward/mean", "reward/std", "reward/mixed_groups"}
-
-
-class Series(TypedDict):
-    """A curve, with a value `y` for each step `x`."""
-
-    name: str
-    x: list[float]
-    y: list[float | str]
-
-
-class Plot(TypedDict):
-    title: str
-    log: bool
-    series: list[Series]
 
 
 @dataclass(frozen=True)
@@ -95,9 +82,10 @@ def thin(rows: Sequence[Item], most: int = MAX_STEPS) -> Sequence[Item]:
     return rows[(len(rows) - 1) % every :: every]
 
 
-def panels(rows: Sequence[Row]) -> list[Plot]:
+def panels(rows: Sequence[Row]) -> list[JsonObject]:
+    """Returns the plots: `title`, whether the axis is `log`, and `series` of name, steps `x` and values `y`."""
     steps = thin(steps_of(rows))
-    made: list[Plot] = []
+    made: list[JsonObject] = []
     for panel in (*_PANELS, _components(steps), _by_column(rows), *_learning_rate(steps)):
         series = [_series(name, metric, _having(metric, rows, steps)) for name, metric in panel.series.items()]
         if panel.held_out:
@@ -168,6 +156,6 @@ def _learning_rate(steps: Sequence[Row]) -> list[_Panel]:
     return [_Panel("Learning rate", {"lr": "train/lr"})] if len(rates) > 1 else []
 
 
-def _series(name: str, metric: str, rows: Sequence[Row]) -> Series:
+def _series(name: str, metric: str, rows: Sequence[Row]) -> JsonObject:
     points = [(row["step"], number(row[metric])) for row in rows if metric in row]
     return {"name": name, "x": [step for step, _ in points], "y": [value for _, value in points]}

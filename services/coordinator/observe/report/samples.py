@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from services.common.batches.blocks import begins_of_samples
+from services.common.json_values import JsonObject
 from services.coordinator.data.groups import conversation_of
 from services.coordinator.data.reading.parquet import Record
 from services.coordinator.observe.report.curves import number, thin
@@ -46,18 +46,8 @@ class Source:
         return f"held-out {self.held_out} after step {self.step}" if self.held_out else f"step {self.step}"
 
 
-class Shown(TypedDict):
-    """Samples of a source; each of `columns` has one value per sample."""
-
-    label: str
-    step: int
-    heldOut: bool
-    total: int
-    scorer: str
-    components: list[str]
-    stamps: list[tuple[int, str]]
-    prompts: dict[int, tuple[str, str]]
-    columns: dict[str, list[object]]
+Shown = JsonObject
+"""Samples of a source, as `_rows` returns them."""
 
 
 def sources(run_dir: Path) -> list[Source]:
@@ -201,6 +191,7 @@ def _fit(source: Source, table: pa.Table, decode: Decode, max_bytes: int) -> tup
 
 
 def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -> Shown:
+    """Returns the samples of some groups; each of `columns` has one value per sample."""
     chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
     samples = [list(rows) for _, rows in groupby(chosen.to_pylist(), lambda row: (row["group"], row["sample"]))]
     ends, rows = _ends(source), [segments[0] for segments in samples]

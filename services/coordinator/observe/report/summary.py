@@ -12,12 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypedDict
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from services.common.errors import DataLoss
+from services.common.json_values import JsonObject
 from services.coordinator.observe.report import curves
 from services.coordinator.observe.report.curves import Row
 from services.coordinator.runs.checkpoints import change_between
@@ -26,15 +26,8 @@ from services.coordinator.runs.reader import METRICS, LedgerReader, is_running
 from services.coordinator.runs.resume import differences, value_of
 
 
-class Head(TypedDict):
-    name: str
-    state: str
-    facts: list[tuple[str, str]]
-    """Label and value."""
-    config: str
-
-
-def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> Head:
+def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject:
+    """Returns the `name`, `state` and `config` of a run, and `facts` of label and value."""
     opened = ledger.last(Kind.OPENED)
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
@@ -134,7 +127,7 @@ _Rows = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class _Compared:
-    head: Head
+    head: JsonObject
     config: Mapping[str, object]
     rows: Sequence[Row]
 

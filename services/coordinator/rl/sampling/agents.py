@@ -105,8 +105,9 @@ class AgentCollector(PlayedCollector):
         prompt, request, sample = episode.prompt, episode.request, episode.sample
         params = self.params(request, limit)
         params.stop.extend(stop)
-        occurrence = episode.threads.occurrence(call)
-        seed = seed_of(self._seed, request.step, prompt.prompt_id, sample, *_key_of(call, occurrence))
+        # By the call's prompt, and how often the same was asked before.
+        key = (*call.prompt, -1, episode.threads.occurrence(call))
+        seed = seed_of(self._seed, request.step, prompt.prompt_id, sample, *key)
         context = replace(prompt, tokens=call.prompt)
         group = await self._rollout.generate(0, context, [seed], params, request.stamp, episode.affinity)
         require_stamp(group, request, sample, call.number)
@@ -298,11 +299,6 @@ class AgentEpisode:
         left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)
         return Played(self.prompt, whole, Episode((), (), (), environment), segments=rows, left=left)
-
-
-def _key_of(call: Call, occurrence: int) -> Sequence[int]:
-    """Returns what the seed of a call depends on: its prompt, and how often the same was asked before."""
-    return [*call.prompt, -1, occurrence]
 
 
 def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment: str) -> Row:
