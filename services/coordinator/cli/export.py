@@ -114,11 +114,6 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
     """Uploads all files of `directory` in one commit, and returns its URL.
 
     Makes the repository OWNER/NAME if there is none, public if `is_public`. One that is there stays as it is.
-
-    Raises:
-        NotFound: There is no exported model in `directory`.
-        InvalidInput: `repository` is not an id, or you may not write there.
-        Unavailable: The Hub is unreachable.
     """
     if not _ID.fullmatch(repository):
         raise InvalidInput(f"repository {repository} is not OWNER/NAME", field="repository")

@@ -87,7 +87,6 @@ class EpisodeClient:
         self._ids = {"run_id": service.reward.run_id, "episode_id": episode_id}
         self._num_turns = 0
         self.environment = service.reward.opened.environment
-        """Name and version of the environment."""
 
     async def reset(self, seed: int, prompt: Prompt, *, alone: bool = False) -> Sequence[pb.Message]:
         """Begins the episode, `alone` in a worker process of its own. Returns the messages that follow the prompt.
@@ -147,7 +146,6 @@ class Environments:
         self.roles = tuple(opened.roles)
         """Roles of the messages that the environment may send."""
         self.name = opened.environment
-        """Name and version of the environment."""
 
     @asynccontextmanager
     async def episode(self, episode_id: str) -> AsyncIterator[EpisodeClient]:

@@ -26,9 +26,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.all: Mapping[str, Note] = {}
-        """The notes by address."""
         self.changed: Callable[[], None] = lambda: None
-        """Is called after every change."""
 
     def used_names(self, addresses: Collection[str]) -> set[str]:
         """Returns the addresses by which the run knows the services at `addresses`."""

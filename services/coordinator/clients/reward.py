@@ -61,7 +61,6 @@ class FailureLog:
         self._counts = Counter[tuple[str, str, str]]()
         self._last: dict[tuple[str, str, str], Cause] = {}
         self.last: Cause | None = None
-        """The last failure of the step or evaluation."""
 
     def add(self, cause: Cause, where: str) -> None:
         """Takes note of a failure. The log file has each of them, the terminal the first of its kind."""

@@ -31,7 +31,6 @@ class Episode:
     turn_ends: Sequence[int]
     turn_rewards: Sequence[float]
     environment: str
-    """Name and version of the environment."""
 
     @classmethod
     def of(cls, row: Mapping[str, object]) -> Self | None:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import numpy as np
 from lockstep.types.v1.types_pb2 import ModelCard
@@ -38,7 +38,6 @@ class Prompt:
     """
 
     prompt_id: str
-    """See Row.prompt_id."""
     text: str
     """The text that was tokenized, after the chat template."""
     tokens: tuple[int, ...]
@@ -62,7 +61,7 @@ class Prompt:
         return replace(self, tokens=tokens, text=text, messages=({"role": "", "content": text},))
 
 
-class Prompts(Sequence[Prompt]):
+class Prompts:
     """Prompts in file order."""
 
     def __init__(self, rows: Sequence[PromptRow]):
@@ -80,13 +79,10 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
         return Prompt(
             row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
@@ -95,9 +91,6 @@ class Prompts(Sequence[Prompt]):
     def require_used(self, config: Config, source: str) -> None:
         """Checks that some row has each further column that the agent or a scorer reads, and that a chat template of
         the config is used: by all rows, or by an environment. `source` names the prompts.
-
-        Raises:
-            InvalidInput: The message names the key.
         """
         if config.data.chat_template and not config.environment and any(row.render is None for row in self._rows):
             raise InvalidInput(
@@ -184,11 +177,7 @@ Load = Callable[[ConfigT, Tokenizer], Data]
 
 
 def load_if_local(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
-    """Returns the run's data; None if only the trainer's host has the model.
-
-    Raises:
-        LockstepError: The model's directory cannot be used, or `load` raised it.
-    """
+    """Returns the run's data; None if only the trainer's host has the model."""
     if model_is_remote and not Path(config.model).is_dir():
         return None
     read_model_card(config.model)
@@ -217,9 +206,6 @@ def prompts_to_try(
     """Yields every prompt of `data` once, in the order in which `step` tries them.
 
     Steps count from 0; `success_rates` is Ledger.success_rates, or a function like it.
-
-    Raises:
-        InvalidInput: `data` has fewer prompts than a step tries at once.
     """
     require_enough(len(data), config)
     prompts, curriculum = plain_order(data, seed=config.seed, step=step), config.selection.curriculum

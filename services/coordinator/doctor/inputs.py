@@ -71,9 +71,6 @@ def with_checked_models(config: ConfigT, addresses: Addresses, *, has_weights: b
     """Returns `config` with directories in place of models on the Hub, unless the trainer is at an address.
 
     Without `has_weights`, those of the Hub are not downloaded and not checked.
-
-    Raises:
-        LockstepError: A model cannot be trained or lacks weights.
     """
     local = config if addresses.trainer else with_local_models(config, has_weights=has_weights)
     check_model(local)

@@ -109,7 +109,6 @@ class Membership:
         self._rollout, self._source, self._run_dir = rollout, source, run.config.run_dir
         self._updating, self._complaint = asyncio.Lock(), ""
         self.listed: Sequence[str] = [replica.address for replica in rollout.replicas]
-        """The addresses of the replicas that the run should have."""
 
     async def update(self) -> None:
         """Reads the list and, if it has changed, opens the new replicas and lets the others leave.

@@ -126,11 +126,8 @@ class Services:
     rollout: Rollout
     reward: Rewards
     environments: Environments | None
-    """The environments of the reward services, if the run has one."""
     auxiliary: Mapping[str, Model]
-    """The other models by name."""
     gpus: OwnGpus
-    """Lets trainer and engines hold the GPUs."""
 
 
 @asynccontextmanager

@@ -30,7 +30,6 @@ from services.coordinator.fleet.launch import Addresses
 Tools = Sequence[Mapping[str, object]]
 """JSON schemas, as chat templates take them."""
 Answer = JsonMapping
-"""A line of JSON from a probe."""
 
 SANDBOX, SCORERS, ENVIRONMENT, AGENT = (
     ("-m", "services.reward.probe", name) for name in ("sandbox", "scorers", "environment", "agent")

@@ -183,7 +183,7 @@ async def _using(fleet: Fleet, run: Run[AnyConfig]) -> AsyncIterator[Addresses]:
         yield fleet.addresses
 
 
-class Sessions(Generic[ConfigT]):
+class Sessions(AsyncExitStack, Generic[ConfigT]):
     """Repeats the session of a run whose trainer died, as far as `config.restart` allows.
 
     It also does so if the last replica died in a run that cannot wait for it: a colocated one, or one with a lag.
@@ -195,22 +195,18 @@ class Sessions(Generic[ConfigT]):
 
     def __init__(self, config: ConfigT, addresses: Addresses):
         """Begins with `config`; `addresses` has the addresses of services that are not started here."""
+        super().__init__()
         self.config: ConfigT = config
-        """Config of the next session."""
         self.restarts = Restarts(config.restart)
         self._addresses = addresses
-        self._stack = AsyncExitStack()
         self._fleet: Fleet | None = None
         self._keeps_trainers = False
 
     async def __aenter__(self) -> Self:
-        forks = self.restarts.forks = self._stack.enter_context(Forks())
+        forks = self.restarts.forks = self.enter_context(Forks())
         if not self._addresses.trainer:
             forks.preload("services.trainer")  # while the coordinator reads its data
         return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._stack.aclose()
 
     @asynccontextmanager
     async def running_services(
@@ -221,7 +217,7 @@ class Sessions(Generic[ConfigT]):
         found = await discovered(run.config, self._addresses) if "rollout" in services else self._addresses
         if self._fleet is None:
             launched = launch(run.config, found, services=services, restarts=self.restarts)
-            self._fleet = await self._stack.enter_async_context(launched)
+            self._fleet = await self.enter_async_context(launched)
         else:
             await self._fleet.start_again(found.rollout, keeps_trainers=self._keeps_trainers)
         async with _using(self._fleet, run) as addresses:

@@ -29,7 +29,6 @@ _MAX_WAITING = 10_000
 _RETRIES_S = (1.0, 5.0)
 
 _Job = tuple[str, str, Callable[[Reporter], object]]
-"""Kind of the report, what it is, and the call."""
 
 
 class Threaded(Reporter):

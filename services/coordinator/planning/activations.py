@@ -38,11 +38,9 @@ class MeasuredModel:
     layout: str
     """packed, or rows if the whole model computes padded samples."""
     attention: str
-    """What computes attention."""
     num_parameters: int
     num_trained: int
     layer_sizes: tuple[int, ...]
-    """Parameters of each layer."""
     layer_width: int
     """Numbers that the matrices of a layer read and write for one token, besides hidden states; a mean over layers."""
     widest: int

@@ -109,10 +109,6 @@ def planned_model(config: AnyConfig) -> Model:
     """Returns the sizes of the model, from which its memory is estimated.
 
     Those of a model that the registry does not know are counted by the trainer's code, which takes seconds.
-
-    Raises:
-        NotFound: The model has no config.json on this host.
-        InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
     """
     # A layout of strategy megatron, of any model, needs to know the layers.
     strategy = "megatron" if any(_layouts(config)) else "fsdp"

@@ -161,11 +161,7 @@ def _overrides(placement: str, num_ranks: int, num_replicas: int, size: int) -> 
 
 
 def _proposal(args: Sequence[str], overrides: Sequence[str], gpus: Sequence[int]) -> Proposal:
-    """Returns a placement, which fits if every phase does, and if the KV cache holds a whole prompt group.
-
-    Raises:
-        InvalidInput: The placement breaks a rule.
-    """
+    """Returns a placement, which fits if every phase does, and if the KV cache holds a whole prompt group."""
     config = load(Config, args)
     check_model(config)
     split_gpus(started_ranks(config, Addresses()), config, available=[""] * len(gpus), start_rollout=True)

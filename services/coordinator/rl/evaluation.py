@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +39,7 @@ async def evaluate(
             settings = run.config.evaluation.settings(name)
             sampling = eval_sampling(settings, run.config.rollout.sampling)
             groups = await collector.collect(
-                name, prompts[: settings.max_prompts], settings.num_samples, sampling, stamp
+                name, [*islice(prompts, settings.max_prompts)], settings.num_samples, sampling, stamp
             )
             samples = to_table(groups)
             is_failed = np.concatenate([group.is_failed for group in groups])

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 SqlRow = tuple[Any, ...]
-"""Values of the columns that a statement asks for."""
 
 _FIXES = {
     sqlite3.SQLITE_FULL: "free space on that disk",

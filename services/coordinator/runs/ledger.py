@@ -20,7 +20,6 @@ from services.common.rpc.history import note_row
 from services.coordinator.runs.database import Database, damaged, is_shared, reading
 
 LEDGER = "ledger.sqlite"
-"""Name of the file in a run's directory."""
 
 Decision = JsonObject
 """A decision read from the ledger: its `version`, and the fields given to `Ledger.record`, as JSON values."""

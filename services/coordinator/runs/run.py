@@ -268,7 +268,6 @@ class Restarts:
     def __init__(self, config: RestartConfig, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock = config, clock
         self.run: Run[AnyConfig] | None = None
-        """The session in progress, or the last one."""
         self.forks: Forks | None = None
         """What the services are forked from; None if each session has its own."""
         self.added: list[str] = []

@@ -264,7 +264,6 @@ class SftDataset:
     def __init__(self, examples: Sequence[Example], order: EpochOrder):
         self.examples, self._order = examples, order
         self.digest = digest_of(examples)
-        """128-bit hex digest of all rows, in order: ids, tokens and masks."""
 
     @classmethod
     def load(cls, config: SftDataConfig, tokenizer: Tokenizer, *, seed: int) -> "SftDataset":

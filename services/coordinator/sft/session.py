@@ -51,11 +51,7 @@ class SftTrainer(Trainer):
 
 
 def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Sequence[Example]] | None = None) -> None:
-    """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of training rows.
-
-    Raises:
-        PreconditionFailed: The run has trained or evaluated on other rows.
-    """
+    """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of rows."""
     others = {f"data.eval.{name}": digest_of(rows) for name, rows in (held_out or {}).items()}
     run.record.use_data(data.digest, others)
     run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)

@@ -35,9 +35,6 @@ class Bridge:
 
     `tools` are JSON schemas, which the chat template shows; none for tools that the prompt describes. `variables` are
     further ones of the template, such as enable_thinking (`data.chat_template_kwargs`).
-
-    Raises:
-        InvalidInput: There are `tools` and the chat template does not show any.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: JsonMapping | None = None):
@@ -120,9 +117,6 @@ class Bridge:
         conversation shows the model another text than it was trained on. Raw text, and turns that continue a message,
         are not compared. `said` are the environment's first messages, after `messages` of the data, and `replies` those
         after each of `turns`, which are the policy's tokens of each turn but the last.
-
-        Raises:
-            InvalidInput: The message shows the first difference.
         """
         first = [*messages, *self._as_texts(said)]
         if (
@@ -160,11 +154,7 @@ class Bridge:
 
     @cached_property
     def end_token(self) -> int:
-        """The stop token that the template writes at the end of an assistant's turn.
-
-        Raises:
-            InvalidInput: It writes something else.
-        """
+        """The stop token that the template writes at the end of an assistant's turn."""
         rendered = self._tokenizer.render(
             [_QUESTION, _answer(_ANSWER), _QUESTION], add_generation_prompt=False, **self._variables
         )

@@ -26,7 +26,6 @@ class Facts:
     """What other parts of the record must say too about a file of samples."""
 
     metrics: Mapping[str, float]
-    """Metrics of its step, by name."""
     sha256: str
     """SHA-256 of its values, as the trainer has it of the samples that it applied; empty for an evaluation."""
     scores: Mapping[str, Sequence[str]]

@@ -34,12 +34,7 @@ _FIELD = "source"
 
 
 def find_files(format: Format, source: str, revision: str | None = None) -> dict[Split, list[Path]]:
-    """Returns the files of each split. `source` is a file (all train), a directory, or the id of a dataset on the Hub.
-
-    Raises:
-        NotFound: There is no such path or dataset, or it has none of the files of `format`.
-        Unavailable: The Hub is unreachable.
-    """
+    """Returns the files of each split. `source` is a file (all train), a directory, or a dataset's id on the Hub."""
     path = Path(source).expanduser()
     if path.is_file():
         return {"train": [path]}

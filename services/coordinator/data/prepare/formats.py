@@ -104,4 +104,3 @@ class ConversionOptions:
     instruction: str | None = None
     """Text to append to each problem; None for the format's own, empty for nothing."""
     revision: str | None = None
-    """Commit, tag or branch on the Hub."""

@@ -98,11 +98,7 @@ def make_files(
 
 
 def parse_settings(text: str) -> dict[str, object]:
-    """Returns the settings of a task from JSON.
-
-    Raises:
-        InvalidInput: It is no JSON object.
-    """
+    """Returns the settings of a task from JSON."""
     try:
         settings = json.loads(text)
     except ValueError as error:

@@ -46,7 +46,6 @@ class ParquetRows:
     def __init__(self, path: Path, table: pa.Table):
         self._path, self._table = path, table
         self.types: Mapping[str, pa.DataType] = dict(zip(table.column_names, table.schema.types, strict=True))
-        """Column -> type."""
 
     def __len__(self) -> int:
         return self._table.num_rows

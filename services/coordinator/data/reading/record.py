@@ -65,7 +65,6 @@ class BadRows:
     problem: str
     """What is wrong with the rows; completes the phrase "rows that are ..."."""
     fix: str
-    """Advice for the user."""
     rows: list[str] = field(default_factory=list)
     """`<place>: <reason>` of each bad row."""
 

@@ -234,9 +234,6 @@ def kl_of(batch: pa.Table, kind: str, other: str = "ref_logprobs", *, mask_N: np
 
     `other` is the column with that model's log-probabilities. With `mask_N`, other tokens are chosen. There is no
     coefficient in the result.
-
-    Raises:
-        InvalidInput: `other` or logprobs are missing or differ in length from tokens.
     """
     why = f"the KL to {'the teacher' if other == 'teacher_logprobs' else 'the reference'}"
     logprobs_N, other_N = per_token(batch, "logprobs", why), per_token(batch, other, why)

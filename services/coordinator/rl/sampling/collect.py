@@ -28,17 +28,6 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.tokenizer import Tokenizer, stop_tokens, token_sequences
 
 
-def _draft_metrics(drafts: Drafts) -> dict[str, float]:
-    if not drafts.num_drafts:
-        return {}
-    metrics = {
-        "speculation/drafted_tokens": float(drafts.num_drafted),
-        "speculation/accepted_tokens": float(drafts.num_accepted),
-        "speculation/accepted_per_draft": drafts.num_accepted / drafts.num_drafts,
-    }
-    return metrics | ({"speculation/draft_s": drafts.seconds} if drafts.seconds else {})
-
-
 @dataclass(frozen=True)
 class PromptRequest:
     num_samples: int
@@ -103,8 +92,12 @@ class Collector:
 
     def take_metrics(self) -> dict[str, float]:
         drafts, self._drafts = self._drafts, Drafts()
-        failed = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
-        return failed | _draft_metrics(drafts)
+        metrics = {f"sampling/failed/{name}": number for name, number in self._rewards.take_failures().items()}
+        if drafts.num_drafts:
+            metrics["speculation/drafted_tokens"] = float(drafts.num_drafted)
+            metrics["speculation/accepted_tokens"] = float(drafts.num_accepted)
+            metrics["speculation/accepted_per_draft"] = drafts.num_accepted / drafts.num_drafts
+        return metrics | ({"speculation/draft_s": drafts.seconds} if drafts.num_drafts and drafts.seconds else {})
 
     def _count_drafts(self, group: SampledGroup, request: PromptRequest) -> None:
         if request.keep_failed:  # an evaluation is no part of a step
@@ -162,7 +155,6 @@ class Played:
     segments: Sequence[Row] = ()
     """The rows of an agent's episode; without an agent, the completion is the only one."""
     left: Left | None = None
-    """What the agent left behind."""
 
 
 def _is_of_others(failure: EnvironmentFailure, number: int, *, alone: bool) -> bool:

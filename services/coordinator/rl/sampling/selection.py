@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, count, islice, takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,7 +53,6 @@ class Selected:
     decision: Mapping[str, object]
     """The record for the ledger, as JSON values."""
     metrics: dict[str, float]
-    """The step's sampling metrics."""
     outcomes: dict[str, tuple[int, int]]
     """(samples, samples that passed) by prompt id; empty without a curriculum."""
 
@@ -73,11 +72,10 @@ async def select(
     Raises:
         LockstepError: TOO_FEW_GROUPS if too few groups are useful; or as `draw`.
     """
-    at_once = config.selection.over_sampling.at_once(config.data.prompts_per_step)
     selection = _Selection(config, prompts, draw, follower, why_no_score)
     with contextlib.suppress(_EnoughError):
         async with task_group() as tasks:
-            for _ in range(at_once):
+            for _ in range(selection.at_once):
                 tasks.create_task(selection.fill_one_place())
     return selection.result()
 
@@ -86,8 +84,7 @@ class _EnoughError(Exception):
     """Cancels the draws in progress when the batch is complete."""
 
 
-@dataclass(frozen=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     prompt: Prompt
     group: ScoredGroup | None
     drop: Drop | None
@@ -104,9 +101,9 @@ class _Selection:
     ):
         self._config, self._draw, self._follower, self._why_no_score = config, draw, follower, why_no_score
         self._wanted, dynamic = config.data.prompts_per_step, config.selection.dynamic
-        at_once = config.selection.over_sampling.at_once(self._wanted)
+        self.at_once = config.selection.over_sampling.at_once(self._wanted)
         most = int(self._wanted * dynamic.max_rounds + 1e-9)  # 100 * 1.15 is a little less than 115
-        budget = max(at_once, most) if dynamic.enabled else at_once  # at_once is rounded up
+        budget = max(self.at_once, most) if dynamic.enabled else self.at_once  # at_once is rounded up
         self._next = islice(enumerate(prompts), budget)
         self._tried: dict[int, _Attempt] = {}  # index in the order of prompts -> result, in the order of arrival
         self._num_started = self._num_useful = 0
