@@ -203,7 +203,6 @@ def _most(fits: Callable[[Value], object], values: Sequence[Value]) -> bool:
 
 
 def _is_tests(value: object) -> bool:
-    """Returns whether a value is tests of programs, in one of the forms that the scorer `code` reads."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

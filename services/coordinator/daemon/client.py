@@ -143,7 +143,6 @@ _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into
 
 
 async def start(coordinator: Coordinator, config: Config, addresses: Addresses, console: Console) -> str:
-    """Returns the name of the run that it starts."""
     async with coordinator:
         run = await coordinator.start(config, addresses)
     console.print(f"run {run.name} on coordinator {coordinator.address}, in {run.run_dir} on its host", soft_wrap=True)
@@ -175,7 +174,6 @@ async def follow(coordinator: Coordinator, name: str, console: Console) -> Outco
 
 
 async def print_log(coordinator: Coordinator, name: str, service: str, *, follow: bool) -> None:
-    """Writes a log to standard output, byte for byte."""
     async with coordinator:
         async for data in coordinator.read_log(name, service, follow=follow):
             sys.stdout.buffer.write(data)

@@ -157,7 +157,6 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
 
 
 def rank_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, Memory]:
-    """Returns the memory of each kind of rank by its name: of each pipeline stage, or with strategy fsdp of all."""
     if isinstance(model, MeasuredModel) or config.trainer.strategy == "fsdp":
         return {"all": fsdp_memory(config, model, is_gpu=is_gpu)}
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)

@@ -201,7 +201,6 @@ def _require_own_paths(run_dir: Path, recorded: Config, what: Collection[What], 
 
 
 def show_replayed(replayed: Replayed, console: Console) -> None:
-    """Prints the comparisons, a line for every difference, and the result."""
     for line in replayed.compared:
         console.print(line, soft_wrap=True, highlight=False)
     if not replayed.differences:

@@ -210,7 +210,6 @@ def as_texts(tokenizer: Tokenizer, value: object) -> Any:
 
 
 def map_texts(change: Callable[[str], str], value: object) -> Any:
-    """Returns a value in which every text is changed, in lists and objects too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

@@ -51,7 +51,6 @@ class PlainText:
         return "".join([*parts, self._hide(text[begin:])])
 
     def unmark(self, text: str) -> str:
-        """Returns `text` with the added tokens that were spelled in it."""
         return self._marked.sub(lambda match: self._text_of[match[0]], text)
 
     def encode(self, text: str) -> list[int]:

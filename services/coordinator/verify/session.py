@@ -120,7 +120,6 @@ def _text(metrics: Mapping[str, object] | None) -> str:
 
 
 def show_verdict(verdict: Verdict, run_dir: Path, console: Console) -> None:
-    """Prints the verdict; after a violation the last rows of the prefix too."""
     kinds = [row.kind for row in verdict.rows]
     finished = {row.version for row in verdict.rows if row.kind == Kind.FINISHED}  # some may have been done twice
     counts = f"{counted(kinds.count(Kind.OPENED), 'session')}, {counted(len(finished), 'finished step')}"

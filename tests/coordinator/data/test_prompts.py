@@ -144,7 +144,7 @@ class TestPrompts:
 
     def test_more_rows_than_one_chunk(self, load, write_parquet, tokenizer):
         dataset = load(write_parquet(**columns(9000)), add_special_tokens=False)
-        assert [tokenizer.decode(prompt.tokens) for prompt in dataset.prompts[4094:4098]] == [
+        assert [tokenizer.decode(dataset.prompts[n].tokens) for n in range(4094, 4098)] == [
             f"{n} + {n} =" for n in range(4094, 4098)
         ]
         assert dataset.prompts[-1].text == "8999 + 8999 ="

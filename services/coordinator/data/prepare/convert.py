@@ -127,7 +127,6 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
 def write_rows(
     dataset: str, source: str, splits: Mapping[Split, Sequence[JsonMapping]], schema: pa.Schema, out: Path
 ) -> ConversionReport:
-    """Writes a file for each split. Raises as `write_splits` does."""
     tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(rows, schema) for split, rows in splits.items()}
     num_rows: dict[Split, int] = {split: len(rows) for split, rows in splits.items()}
     return ConversionReport(dataset, source, write_splits(tables, out), num_rows)

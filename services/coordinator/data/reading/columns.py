@@ -12,7 +12,6 @@ _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list 
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Returns whether a column of this type holds text."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
@@ -23,7 +22,6 @@ def is_answer(kind: pa.DataType) -> bool:
 
 
 def is_messages(kind: pa.DataType) -> bool:
-    """Returns whether a column of this type holds lists of messages."""
     if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     types = {field.name: field.type for field in kind.value_type}
@@ -36,7 +34,6 @@ def is_messages(kind: pa.DataType) -> bool:
 
 
 def is_prompt(kind: pa.DataType) -> bool:
-    """Returns whether a column of this type can hold prompts."""
     return is_text(kind) or is_messages(kind)
 
 

@@ -136,7 +136,6 @@ class _Compared:
 
 
 def show_comparison(run_dirs: Sequence[Path], console: Console) -> None:
-    """Prints a table with a column for each run, which may still be running."""
     runs = [_read(directory) for directory in run_dirs]
     names = [run.head["name"] for run in runs]
     titles = ("", *(names if len({*names}) == len(names) else map(str, run_dirs)))
