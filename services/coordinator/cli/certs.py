@@ -48,6 +48,9 @@ def issue(
     A coordinator's certificate is also valid for 127.0.0.1, where services started by `lockstep run --tls` listen.
     `ca` is the directory of the authority, which limits the `validity`. `hosts` are the DNS names and IP addresses that
     clients use to reach the process; none for an operator, who only calls.
+
+    Raises:
+        InvalidInput: An argument is wrong; the message names the option and says what to change.
     """
     names = list(dict.fromkeys([*hosts, *["127.0.0.1"] * (role is Role.COORDINATOR)]))
     if not names and role is not Role.OPERATOR:

@@ -59,6 +59,10 @@ def play_row(
 
     The policy says `turns`. `place` is where this host listens for an agent elsewhere: `host`, and `tls`, a directory
     with credentials.
+
+    Raises:
+        InvalidInput: There is no environment, or it does not open.
+        NotFound: The data has no such row, or its prompt was dropped.
     """
     if config.environment is None:
         raise InvalidInput("environment: the config has none to play", field="environment")

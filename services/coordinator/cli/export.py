@@ -62,7 +62,11 @@ def _instead_of(path: Path) -> str:
 
 
 async def export(checkpoint: Path, config: AnyConfig, out: Path) -> None:
-    """Starts a trainer on CPU, which loads `checkpoint` and writes the model to `out`."""
+    """Starts a trainer on CPU, which loads `checkpoint` and writes the model to `out`.
+
+    Raises:
+        LockstepError: The first failure; the checkpoint's files are verified first.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-export-") as directory:
         here = config.model_copy(update={"runs_dir": Path(directory), "name": "export", "resume": "never"})
         launched = launch(here, Addresses(), services=["trainer"], on_cpu=True)
@@ -114,6 +118,11 @@ def push(directory: Path, repository: str, *, is_public: bool) -> str:
     """Uploads all files of `directory` in one commit, and returns its URL.
 
     Makes the repository OWNER/NAME if there is none, public if `is_public`. One that is there stays as it is.
+
+    Raises:
+        NotFound: There is no exported model in `directory`.
+        InvalidInput: `repository` is not an id, or you may not write there.
+        Unavailable: The Hub is unreachable.
     """
     if not _ID.fullmatch(repository):
         raise InvalidInput(f"repository {repository} is not OWNER/NAME", field="repository")

@@ -99,6 +99,9 @@ def starting_config(model: Path, train: Path, file: Path, *, num_gpus: int) -> s
         train: The file of prompts.
         file: Where the config will be written; its name is the run's.
         num_gpus: GPUs that the run can use; 0 computes on the CPU.
+
+    Raises:
+        LockstepError: The model or the file cannot be read, or the file has no column of prompts or of answers.
     """
     sizes = _ON_GPU if num_gpus else _ON_CPU
     directory = Path(local_model(str(model), has_weights=False, field="--model"))

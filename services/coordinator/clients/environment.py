@@ -114,7 +114,8 @@ class EpisodeClient:
         try:
             answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
         except EpisodeFailed as error:
-            if error.failure is EnvironmentFailure.LOST and time.monotonic() - self._began_s >= self._settings.episode_s:
+            is_over = time.monotonic() - self._began_s >= self._settings.episode_s
+            if error.failure is EnvironmentFailure.LOST and is_over:
                 raise EpisodeFailed(EnvironmentFailure.TIMEOUT, error.detail) from error  # the service has ended it
             raise
         self._num_turns += 1

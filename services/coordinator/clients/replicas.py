@@ -201,6 +201,9 @@ class ReplicaSet:
     async def await_restart(self) -> bool:
         """Returns whether a replica can take part in a publication. If none can, waits up to `timeouts.open_s` for one
         that the run itself is restarting.
+
+        Raises:
+            PreconditionFailed: RUN_REPLACED, as in `check`.
         """
         until = time.monotonic() + self._config.timeouts.open_s
         while not self.members and (opening := self._restarting()) and not self._config.takes_turns:

@@ -150,7 +150,11 @@ async def start(coordinator: Coordinator, config: Config, addresses: Addresses, 
 
 
 async def follow(coordinator: Coordinator, name: str, console: Console) -> Outcome:
-    """Shows the same table as for a local run until the run ends, then its outcome, which it returns."""
+    """Shows the same table as for a local run until the run ends, then its outcome, which it returns.
+
+    Raises:
+        LockstepError: The run failed, or the coordinator is unreachable.
+    """
     run, evaluations = pb.Run(), []
     async with coordinator, AsyncExitStack() as stack:
         table = None

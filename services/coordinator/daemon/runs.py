@@ -195,7 +195,11 @@ class Runs:
         return in_progress.state
 
     async def get(self, name: str) -> pb.Run:
-        """Returns the state of a run."""
+        """Returns the state of a run.
+
+        Raises:
+            NotFound: There is no such run.
+        """
         if name in self.running:
             return self.running[name].state
         run = self._newest(name, next(iter(await asyncio.to_thread(_read_runs, self.directory, name)), None))

@@ -117,6 +117,9 @@ class Dialog:
 
         `prompt` is the row's, `messages` are the environment's first ones, and `taken` the policy's tokens of each turn
         but the last, with the environment's reply.
+
+        Raises:
+            InvalidInput: They differ.
         """
         turns, replies = [turn for turn, _ in taken], [list(map(self._cut, reply)) for _, reply in taken]
         self._bridge.check_episode(prompt.messages, list(map(self._cut, messages)), turns, replies)

@@ -36,7 +36,11 @@ class EpochOrder:
         self._cache: dict[int, np.ndarray] = {}
 
     def indices(self, step: int) -> np.ndarray:
-        """Returns the int64 indices [prompts_per_step] of batch `step`, all distinct."""
+        """Returns the int64 indices [prompts_per_step] of batch `step`, all distinct.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
         if step < 0:
             raise ValueError(f"step {step} is negative")
         epoch, first = divmod(step * self.prompts_per_step, self.num_prompts)

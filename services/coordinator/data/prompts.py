@@ -91,6 +91,9 @@ class Prompts:
     def require_used(self, config: Config, source: str) -> None:
         """Checks that some row has each further column that the agent or a scorer reads, and that a chat template of
         the config is used: by all rows, or by an environment. `source` names the prompts.
+
+        Raises:
+            InvalidInput: The message names the key.
         """
         if config.data.chat_template and not config.environment and any(row.render is None for row in self._rows):
             raise InvalidInput(
@@ -118,7 +121,11 @@ class PromptDataset:
 
     @classmethod
     def load(cls, config: DataConfig, tokenizer: Tokenizer, *, seed: int, needs_answer: bool = True) -> "PromptDataset":
-        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`."""
+        """Reads, checks and tokenizes `config.train`; rows without an answer only if no scorer `needs_answer`.
+
+        Raises:
+            LockstepError: See RowFile.train.
+        """
         rows, order = (PromptFile if needs_answer else AnswerlessFile).train(config, tokenizer, seed)
         _require_few_values(config, rows)
         return cls(Prompts(rows), order)
@@ -177,7 +184,11 @@ Load = Callable[[ConfigT, Tokenizer], Data]
 
 
 def load_if_local(config: ConfigT, load: Load[ConfigT, Data], *, model_is_remote: bool) -> Data | None:
-    """Returns the run's data; None if only the trainer's host has the model."""
+    """Returns the run's data; None if only the trainer's host has the model.
+
+    Raises:
+        LockstepError: The model's directory cannot be used, or `load` raised it.
+    """
     if model_is_remote and not Path(config.model).is_dir():
         return None
     read_model_card(config.model)
@@ -206,6 +217,9 @@ def prompts_to_try(
     """Yields every prompt of `data` once, in the order in which `step` tries them.
 
     Steps count from 0; `success_rates` is Ledger.success_rates, or a function like it.
+
+    Raises:
+        InvalidInput: `data` has fewer prompts than a step tries at once.
     """
     require_enough(len(data), config)
     prompts, curriculum = plain_order(data, seed=config.seed, step=step), config.selection.curriculum

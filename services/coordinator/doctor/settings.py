@@ -3,9 +3,10 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -57,12 +58,12 @@ def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Findin
             yield from check_memory(config, MEMINFO)
 
 
-def examine_scorers(config: Config, addresses: Addresses, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def examine_scorers(config: Config, addresses: Addresses, prompts: Iterable[Prompt]) -> Iterator[Finding]:
     """Starts the scorers of a run that starts its reward service here, and lets them score the first rows."""
     here = tuple(scorer for scorer in config.reward.scorers if scorer.kind not in _ELSEWHERE)
     if here and not addresses.reward:
         # What a policy may write: the answer itself, and nothing. In an environment, a completion is an episode.
-        rows = [] if config.environment else [_item(prompt) for prompt in prompts[:_NUM_TRIED_ROWS]]
+        rows = [] if config.environment else [_item(prompt) for prompt in islice(prompts, _NUM_TRIED_ROWS)]
         groups = [[row, {**row, "completion": "", "num_tokens": 0}] for row in rows]
         yield check_scorers(config.reward.model_copy(update={"scorers": here}), groups)
 

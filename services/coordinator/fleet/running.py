@@ -123,6 +123,9 @@ async def recorded_run(
     Calls in the block share a new fencing token (rpc/fence.py). Watchers are opened and closed in a thread, because a
     tracker may take minutes, and a daemon has other runs. `console` shows warnings; it is None if the caller has
     configured logging. The run begins at `start`, which may be that of another config, or else as `open_run` says.
+
+    Raises:
+        LockstepError: See `open_run` and `watchers`.
     """
     if start is None:
         await await_ledger(config)
@@ -169,6 +172,10 @@ async def running_services(
     """Yields the addresses of `services`. Those without an address are started first and stopped after the block.
 
     The block is canceled as soon as a started service dies for good. See `launch` for `sharing`.
+
+    Raises:
+        Unavailable: SERVICE_DIED, with the last lines of the service's log.
+        LockstepError: Raised by the block.
     """
     if "rollout" in services:
         addresses = await discovered(run.config, addresses)
@@ -212,7 +219,12 @@ class Sessions(AsyncExitStack, Generic[ConfigT]):
     async def running_services(
         self, run: Run[ConfigT], services: Collection[str] = SERVICES
     ) -> AsyncIterator[Addresses]:
-        """Yields the addresses of `services` to a session. The first starts those without an address."""
+        """Yields the addresses of `services` to a session. The first starts those without an address.
+
+        Raises:
+            Unavailable: SERVICE_DIED, with the last lines of the service's log.
+            LockstepError: Raised by the block.
+        """
         self.restarts.run = run
         found = await discovered(run.config, self._addresses) if "rollout" in services else self._addresses
         if self._fleet is None:

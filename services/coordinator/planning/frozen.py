@@ -47,7 +47,11 @@ class FrozenModel:
 
 
 def frozen_models(config: AnyConfig, policy: Architecture | MeasuredModel, *, is_gpu: bool) -> Iterator[FrozenModel]:
-    """Yields the frozen models of a run; `policy` is the model of one that names no other."""
+    """Yields the frozen models of a run; `policy` is the model of one that names no other.
+
+    Raises:
+        NotFound: A model that is named has no config.json on this host.
+    """
     for name in _NAMES:
         if sized := sized_model(config, name, policy):
             yield _frozen(config, name, *sized, is_gpu=is_gpu)
@@ -64,6 +68,9 @@ def sized_model(
 ) -> tuple[TrainerConfig, Architecture | MeasuredModel] | None:
     """Returns the settings and sizes of the model of a section, or None if the run has no such model; `policy` is the
     model of a section that names no other.
+
+    Raises:
+        NotFound: The model that is named has no config.json on this host.
     """
     for section, settings, directory in role_models(config):
         if section == name:

@@ -166,6 +166,9 @@ def rank_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, M
 def critic_memory(config: AnyConfig, policy: Model, *, is_gpu: bool) -> Memory | None:
     """Returns the memory of the critic on its rank that has most, or None if the run has none. It counts as a policy
     with an output layer in place of its head, which is a little too much. `policy` is the model of one that names none.
+
+    Raises:
+        NotFound: The critic's model has no config.json on this host.
     """
     sized = sized_model(config, "critic", policy)
     if sized is None:

@@ -109,6 +109,10 @@ def planned_model(config: AnyConfig) -> Model:
     """Returns the sizes of the model, from which its memory is estimated.
 
     Those of a model that the registry does not know are counted by the trainer's code, which takes seconds.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: The trainer would refuse the model, or torch, which counts its parameters, is not installed here.
     """
     # A layout of strategy megatron, of any model, needs to know the layers.
     strategy = "megatron" if any(_layouts(config)) else "fsdp"
@@ -116,7 +120,12 @@ def planned_model(config: AnyConfig) -> Model:
 
 
 def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
-    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU."""
+    """Prints the plan of `config` for ranks that compute on GPUs, or on CPU.
+
+    Raises:
+        NotFound: The model has no config.json on this host.
+        InvalidInput: See `check_model`.
+    """
     check_model(config)
     model = planned_model(config)
     where = "on GPUs" if is_gpu else "on CPU (for GPUs, add --device gpu)"

@@ -71,7 +71,11 @@ class Search:
 
 
 def parse_gpus(text: str) -> list[int]:
-    """Returns the bytes of each GPU of a text such as 8x79, which is 8 GPUs of 79 GiB."""
+    """Returns the bytes of each GPU of a text such as 8x79, which is 8 GPUs of 79 GiB.
+
+    Raises:
+        InvalidInput: It is something else.
+    """
     count, _, gib = text.partition("x")
     if not (count.isdecimal() and gib.replace(".", "", 1).isdecimal() and int(count)):
         raise InvalidInput(f"--gpus {text}: give the number of GPUs and the GiB of each, such as 8x79", field="--gpus")
@@ -79,7 +83,13 @@ def parse_gpus(text: str) -> list[int]:
 
 
 def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
-    """Tries the placements of the config in `args`, the best first; `gpus` has the bytes of each GPU."""
+    """Tries the placements of the config in `args`, the best first; `gpus` has the bytes of each GPU.
+
+    Raises:
+        NotFound: The model has no config.json on this host, or see `with_local_models`.
+        InvalidInput: The config is invalid, or see `planned_model`.
+        Unavailable: See `with_local_models`.
+    """
     config = load(Config, [*args, "placement=disaggregated"])
     args = [*args, *_found_on_hub(config)]
     config = load(Config, [*args, "placement=disaggregated"])
@@ -103,7 +113,11 @@ def search(args: Sequence[str], gpus: Sequence[int]) -> Search:
 
 
 def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) -> None:
-    """Prints the placements that fit, and the command for the first."""
+    """Prints the placements that fit, and the command for the first.
+
+    Raises:
+        InvalidInput: None fits, or see `search`.
+    """
     if not gpus:
         raise InvalidInput("there is no GPU here; name those of another host, such as --gpus 8x79", field="--gpus")
     what = f"{counted(len(gpus), 'GPU')} of {min(gpus) / _GIB:.0f} GiB"

@@ -103,7 +103,11 @@ class BlockMaker:
 
     @asynccontextmanager
     async def begin(self, take: TakeBlock | None = None) -> AsyncGenerator["BlocksOfBatch", None]:
-        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block."""
+        """Yields the forwards of one batch. `take` gets each block. A failure of a forward cancels the `with` block.
+
+        Raises:
+            LockstepError: As a model's forward.
+        """
         self._lengths.clear()
         order = ByLength(self.num_wanted, self._lengths) if self._orders_by_length else ByPrompt()
         # A batch that is trained on as a whole is cut by groups: other models see it in blocks all the same.

@@ -68,7 +68,12 @@ def eval_config(config: Config, checkpoint: Path, out: Path | None) -> Config:
 
 
 def load_config(checkpoint: Path, arguments: Sequence[str], *, model_is_remote: bool) -> Config:
-    """Returns the config of `arguments`, or of the run that made `checkpoint` if they name no file."""
+    """Returns the config of `arguments`, or of the run that made `checkpoint` if they name no file.
+
+    Raises:
+        NotFound: As of `with_own_config`, or the run's config has a path that is not there.
+        InvalidInput: As of `with_own_config`, the config is invalid, or the run was a supervised one.
+    """
     own, *_ = files = with_own_config(checkpoint, arguments)
     if len(files) > len(arguments) and isinstance(load_any([own]), SftConfig):
         message = f"{checkpoint} is of a run of `lockstep sft`, which has no scorers: give a config of `lockstep run`"
@@ -122,7 +127,11 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 async def eval_session(config: Config, external: Addresses, console: Console) -> Evaluation:
-    """Runs the evaluation that `eval_config` set up. Services without an address are started and stopped with it."""
+    """Runs the evaluation that `eval_config` set up. Services without an address are started and stopped with it.
+
+    Raises:
+        LockstepError: The first failure of any part.
+    """
     cancel_on_sigterm()
     data = load_if_local(
         config, partial(_load, tools=known_tools(config, external)), model_is_remote=bool(external.trainer)

@@ -58,6 +58,9 @@ async def run_session(config: Config, external: Addresses, frontend: Frontend, d
 
     If a trainer that was started here dies, it is started again and the run resumes, as far as `restart` allows.
     Services that `external` does not name are started on this host. `data` is that of `load_data`, if it was called.
+
+    Raises:
+        LockstepError: The first failure of any part.
     """
     require_importable(config.advantage)
     frontend.start()

@@ -64,6 +64,9 @@ class RunRecord:
         """Checks that the data is the same that the run started with, once it has trained or evaluated on it.
 
         `others` has the digests of what else must not change, such as the held-out sets, by the name in errors.
+
+        Raises:
+            PreconditionFailed: The run was started with other data.
         """
         before: dict[str, str] = {}
         collected = self.ledger.last(Kind.COLLECTED)

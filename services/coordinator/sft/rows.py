@@ -278,7 +278,11 @@ class SftDataset:
         return -(-num_epochs * len(self) // self._order.prompts_per_step)
 
     def batch(self, step: int) -> pa.Table:
-        """Returns the batch of `step` (SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume."""
+        """Returns the batch of `step` (SAMPLE_SCHEMA); its rows are distinct. Needs no state to resume.
+
+        Raises:
+            ValueError: `step` is negative.
+        """
         return to_table([self.examples[index] for index in self._order.indices(step).tolist()], version=step)
 
 

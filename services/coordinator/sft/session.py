@@ -51,7 +51,11 @@ class SftTrainer(Trainer):
 
 
 def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Sequence[Example]] | None = None) -> None:
-    """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of rows."""
+    """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of rows.
+
+    Raises:
+        PreconditionFailed: The run has trained or evaluated on other rows.
+    """
     others = {f"data.eval.{name}": digest_of(rows) for name, rows in (held_out or {}).items()}
     run.record.use_data(data.digest, others)
     run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)
@@ -136,6 +140,9 @@ async def run_session(config: SftConfig, external: Addresses, console: Console) 
     """Runs `config` until all steps are done or Ctrl-C stops it.
 
     If the trainer was started here and dies, it is started again and the run resumes, as far as `restart` allows.
+
+    Raises:
+        LockstepError: The first failure of any part.
     """
     cancel_on_sigterm()
     async with Sessions(config, external) as sessions:

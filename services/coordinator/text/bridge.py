@@ -35,6 +35,9 @@ class Bridge:
 
     `tools` are JSON schemas, which the chat template shows; none for tools that the prompt describes. `variables` are
     further ones of the template, such as enable_thinking (`data.chat_template_kwargs`).
+
+    Raises:
+        InvalidInput: There are `tools` and the chat template does not show any.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Message] = (), variables: JsonMapping | None = None):
@@ -42,7 +45,11 @@ class Bridge:
         self._variables = dict(variables or {})
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Renders `messages` with the tools and variables, followed by the assistant header."""
+        """Renders `messages` with the tools and variables, followed by the assistant header.
+
+        Raises:
+            InvalidInput: See Tokenizer.render.
+        """
         return self._tokenizer.render(messages, **self._variables)
 
     def prompt(self, messages: Sequence[Message], said: Sequence[Message] = ()) -> list[int]:
@@ -117,6 +124,9 @@ class Bridge:
         conversation shows the model another text than it was trained on. Raw text, and turns that continue a message,
         are not compared. `said` are the environment's first messages, after `messages` of the data, and `replies` those
         after each of `turns`, which are the policy's tokens of each turn but the last.
+
+        Raises:
+            InvalidInput: The message shows the first difference.
         """
         first = [*messages, *self._as_texts(said)]
         if (
@@ -136,7 +146,11 @@ class Bridge:
         _compare(self, first, shown, sent, whole)
 
     def after_turn(self, messages: Sequence[Message]) -> str:
-        """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` in it."""
+        """Returns the text from the end of an assistant's turn to the next assistant header, with `messages` in it.
+
+        Raises:
+            InvalidInput: See `extend`.
+        """
         messages, end = with_call_ids(messages), self.end_text
         try:
             text = self.render([_QUESTION, _answer(_ANSWER), *messages])
@@ -154,7 +168,11 @@ class Bridge:
 
     @cached_property
     def end_token(self) -> int:
-        """The stop token that the template writes at the end of an assistant's turn."""
+        """The stop token that the template writes at the end of an assistant's turn.
+
+        Raises:
+            InvalidInput: It writes something else.
+        """
         rendered = self._tokenizer.render(
             [_QUESTION, _answer(_ANSWER), _QUESTION], add_generation_prompt=False, **self._variables
         )

@@ -25,6 +25,9 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     Both places of a chat template, chat_template.jinja and the key in tokenizer_config.json, get the one that prompts
     were rendered with. `chat_template_kwargs` become defaults of its variables. generation_config.json gets all stop
     tokens that ended a sample.
+
+    Raises:
+        LockstepError: See Tokenizer.load.
     """
     if not card.files.keys() & set(VOCABULARIES):  # the model has no tokenizer, so it has no template either
         return ModelCard()

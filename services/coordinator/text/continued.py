@@ -18,7 +18,11 @@ _NEUTRAL = ("\n", ".")
 
 
 def encode_continued(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Returns the token ids of the second text of each pair as it stands behind the first, on all cores."""
+    """Returns the token ids of the second text of each pair as it stands behind the first, on all cores.
+
+    Raises:
+        InvalidInput: See Tokenizer.encode.
+    """
     texts = [text for _, text in pairs]
     if not texts or not _puts_space(tokenizer):
         return tokenizer.encode_batch(texts)
@@ -33,7 +37,11 @@ def encode_continued(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> 
 
 
 def encode_marked_continued(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """Returns the token ids of a text with parts that Tokenizer.as_text made, as it stands behind `before`."""
+    """Returns the token ids of a text with parts that Tokenizer.as_text made, as it stands behind `before`.
+
+    Raises:
+        InvalidInput: See Tokenizer.encode.
+    """
     befores = (before[-_TAIL:], *_NEUTRAL) if _puts_space(tokenizer) else ()
     return _behind(tokenizer.encode_marked, befores, text)
 

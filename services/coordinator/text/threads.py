@@ -116,7 +116,11 @@ class Threads:
         return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent})
 
     def add(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
-        """Adds a call, which has no answer yet."""
+        """Adds a call, which has no answer yet.
+
+        Raises:
+            InvalidInput: The chat template shows no tools, or rejects the messages.
+        """
         call = self.place(number, messages, tools)
         self.calls.append(call)
         return call

@@ -154,7 +154,11 @@ class Tokenizer:
         return self._plain.mark(text, only)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text."""
+        """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text.
+
+        Raises:
+            InvalidInput: See `encode`.
+        """
         try:
             tokens = self._plain.encode(text)
         except Exception as error:  # tokenizers raises no narrower class
@@ -344,6 +348,9 @@ def token_sequences(tokenizer: Tokenizer, bad_words: Sequence[str]) -> list[list
 
     Each word has one and, if it begins with another token after a space but is as long, one after a space too. That of
     a word without tokens is empty; vLLM would refuse the word.
+
+    Raises:
+        InvalidInput: See Tokenizer.encode.
     """
     sequences: list[list[int]] = []
     for word in dict.fromkeys(bad_words):

@@ -46,6 +46,9 @@ class SampleChecks:
         """Yields a sentence for everything that is wrong in the batch of `step`.
 
         `body` has the fields of its rows `selected` and `collected`.
+
+        Raises:
+            DataLoss: The file cannot be read.
         """
         samples = _read(path)
         rows = _rows(samples, _NUMBERS)
@@ -60,7 +63,11 @@ class SampleChecks:
         self.facts[step] = Facts(_metrics_of(samples), content_sha256(samples).hex(), _scores_of(samples))
 
     def check_evaluation(self, path: Path, stamp: tuple[int, str], metrics: Mapping[str, float]) -> Iterator[str]:
-        """Yields a sentence for every sample with another stamp than (version, digest), and for wrong metrics."""
+        """Yields a sentence for every sample with another stamp than (version, digest), and for wrong metrics.
+
+        Raises:
+            DataLoss: The file cannot be read.
+        """
         samples = _read(path)
         yield from self._check_stamps(path, _rows(samples, _STAMPED), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
@@ -115,7 +122,11 @@ def differing(path: Path, metrics: Mapping[str, float], recorded: Mapping[str, f
 
 
 def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
-    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row."""
+    """Yields a sentence for every call of the rows in `path` that is recorded otherwise, and for answers in no row.
+
+    Raises:
+        DataLoss: A file cannot be read.
+    """
     episodes = {(one["group"], one["sample"]): one for one in _read(calls_path, _CALLS).to_pylist()}
     recorded = {key: {call["number"]: call for call in one["calls"]} for key, one in episodes.items()}
     in_rows: dict[tuple[int, int], set[int]] = {key: set() for key in episodes}

@@ -34,7 +34,12 @@ _FIELD = "source"
 
 
 def find_files(format: Format, source: str, revision: str | None = None) -> dict[Split, list[Path]]:
-    """Returns the files of each split. `source` is a file (all train), a directory, or a dataset's id on the Hub."""
+    """Returns the files of each split. `source` is a file (all train), a directory, or a dataset's id on the Hub.
+
+    Raises:
+        NotFound: There is no such path or dataset, or it has none of the files of `format`.
+        Unavailable: The Hub is unreachable.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         return {"train": [path]}

@@ -98,7 +98,11 @@ def make_files(
 
 
 def parse_settings(text: str) -> dict[str, object]:
-    """Returns the settings of a task from JSON."""
+    """Returns the settings of a task from JSON.
+
+    Raises:
+        InvalidInput: It is no JSON object.
+    """
     try:
         settings = json.loads(text)
     except ValueError as error:

@@ -75,7 +75,11 @@ def require(value: object, name: str, kind: type | tuple[type, ...] = str) -> An
 
 
 def as_messages(prompt: object, *, may_continue: bool = False) -> list[Message]:
-    """Converts a prompt to messages, the last of which is the assistant's only if it `may_continue` that."""
+    """Converts a prompt to messages, the last of which is the assistant's only if it `may_continue` that.
+
+    Raises:
+        BadRow: It cannot be used.
+    """
     value = require(prompt, "prompt", (str, list))
     if isinstance(value, str):
         return [{"role": "user", "content": value}]

@@ -86,7 +86,11 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
 
     @classmethod
     def held_out(cls, config: Files, tokenizer: Tokenizer) -> dict[str, list[Tokenized]]:
-        """Returns the examples of `config.eval` by set name, each set in file order."""
+        """Returns the examples of `config.eval` by set name, each set in file order.
+
+        Raises:
+            LockstepError: See `train`.
+        """
         limit = getattr(config, cls.keys[2])
         return {
             name: cls._read_all((path,), config, tokenizer, f"data.eval.{name}", limit)

@@ -278,6 +278,9 @@ def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:
 def read_usable(path: Path, bad: BadRows, *, field: str) -> Iterator[tuple[str, int, Record]]:
     """Yields place, index and content of each row of a file that `read_rows` reads. Adds lines and values that are no
     JSON objects to `bad`, and does not keep the rows: a corpus has millions.
+
+    Raises:
+        LockstepError: See `read_rows`.
     """
     form = Path(path.name.lower().removesuffix(".gz")).suffix
     try:

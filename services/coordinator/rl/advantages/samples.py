@@ -69,7 +69,11 @@ class Samples:
 
     @classmethod
     def of(cls, batch: pa.Table, config: AdvantageConfig, kl_coef: float) -> Self:
-        """Converts `batch`, and checks that it has the columns that `config` needs."""
+        """Converts `batch`, and checks that it has the columns that `config` needs.
+
+        Raises:
+            InvalidInput: See `compute_advantages`.
+        """
         first_S = begins_of_samples(batch)
         _, group_S = np.unique(batch["group"].to_numpy()[first_S], return_inverse=True)
         if config.needs_group and np.bincount(group_S).min(initial=2) < 2:
@@ -234,6 +238,9 @@ def kl_of(batch: pa.Table, kind: str, other: str = "ref_logprobs", *, mask_N: np
 
     `other` is the column with that model's log-probabilities. With `mask_N`, other tokens are chosen. There is no
     coefficient in the result.
+
+    Raises:
+        InvalidInput: `other` or logprobs are missing or differ in length from tokens.
     """
     why = f"the KL to {'the teacher' if other == 'teacher_logprobs' else 'the reference'}"
     logprobs_N, other_N = per_token(batch, "logprobs", why), per_token(batch, other, why)
@@ -278,7 +285,11 @@ def coef_after(before: Mapping[str, float] | None, config: KlConfig) -> float:
 
 
 def kl_record(batch: pa.Table, coef: float, config: KlConfig) -> dict[str, float]:
-    """Returns what `coef_after` needs: the coefficient, the mean KL in nats per trained sample, and their number."""
+    """Returns what `coef_after` needs: the coefficient, the mean KL in nats per trained sample, and their number.
+
+    Raises:
+        InvalidInput: ref_logprobs are missing.
+    """
     num_samples = num_trained_samples(batch)
     kl = kl_of(batch, config.kind).sum() / max(num_samples, 1)
     return {"kl_coef": coef, "kl_per_sample": float(kl), "num_samples": float(num_samples)}
