@@ -152,7 +152,7 @@ class AgentSandbox(Sandbox):
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        streams: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.DEVNULL}
+        streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.DEVNULL}
         result_fd, result_write = os.pipe()
         line, line_inside = socket.socketpair()
         with contextlib.ExitStack() as files:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -47,7 +47,16 @@ class Row:
 
 Files = TypeVar("Files", bound=FilesConfig)
 ReadRow = TypeVar("ReadRow", bound=Row)
-Tokenized = TypeVar("Tokenized", bound=Any)  # has `num_tokens`, which the config limits
+
+
+class HasLength(Protocol):
+    """A tokenized row; the config limits its number of tokens."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+Tokenized = TypeVar("Tokenized", bound=HasLength)
 
 
 class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
