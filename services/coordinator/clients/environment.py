@@ -158,6 +158,8 @@ class Environments:
             try:
                 yield client
             finally:
+                # The place is free (`_ended`) when the service has ended the episode: max_concurrent is a limit of the
+                # service.
                 end = asyncio.create_task(client.close())
                 self._ends.add(end)
                 end.add_done_callback(partial(self._ended, service))

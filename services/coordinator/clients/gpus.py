@@ -61,6 +61,8 @@ class SharedGpus(OwnGpus):
         async with self._changed:
             await self._changed.wait_for(is_free)
             if self._side is not side:
+                # With the lock, so that nobody gets the GPUs before the switch is complete. One that fails leaves them
+                # where they are, and the next caller tries again.
                 await self._switches[side]()
                 self._side = side
             self._num_holders += 1

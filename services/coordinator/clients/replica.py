@@ -77,6 +77,7 @@ class Replica:
             can_sleep=config.takes_turns,
             return_routed_experts=config.wants_routed_experts,
         )
+        # Before OpenRun, which begins the lease and may take longer than it.
         self._renewal.begin(self._client, RolloutService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         answer = await self._client.call_starting(RolloutService.OpenRun, request, timeout_s=self._timeouts.open_s)
         if config.trainer.moe.router_replay == "on" and not answer.returns_routed_experts:
@@ -85,6 +86,7 @@ class Replica:
                 "model has no layers of experts or its vLLM cannot return them; set trainer.moe.router_replay to auto",
                 field="trainer.moe.router_replay",
             )
+        # After OpenRun, because the service may have been restarted while it was waited for.
         self.incarnation = await self.identify(MAX_RETRY_S)
         self.num_workers, self.max_samples = answer.num_workers, answer.max_samples
         self.returns_routed_experts = answer.returns_routed_experts

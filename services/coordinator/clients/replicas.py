@@ -150,6 +150,7 @@ class ReplicaSet:
 
     def drop_leavers(self) -> None:
         """Drops replicas that leave: a dead one at once, others when they have no group left and another one serves."""
+        # Groups must have somewhere to go: the last replica that serves is kept, even if it leaves.
         stay = any(one.state is ReplicaState.SERVING and not one.is_leaving for one in self.replicas)
         for replica in [one for one in self.replicas if one.is_leaving and one not in self._publishing]:
             is_dead = replica.state is ReplicaState.DEAD
@@ -206,6 +207,8 @@ class ReplicaSet:
             PreconditionFailed: RUN_REPLACED, as in `check`.
         """
         until = time.monotonic() + self._config.timeouts.open_s
+        # Not where trainer and engines take turns: this publication is what gives the engines the GPUs that they start
+        # on.
         while not self.members and (opening := self._restarting()) and not self._config.takes_turns:
             log.warning("no replica is left; waiting for %s to be restarted", ", ".join(opening))
             limit_s = max(0.0, until - time.monotonic())

@@ -151,6 +151,8 @@ class Reward:
         # In a thread, because decoding takes most of a group's time here and leaves the interpreter to others.
         request, answer = await asyncio.to_thread(self._request, group, tokenizer), None
         while answer is None:
+            # Noted before the call, to see afterwards whether another call has reopened the service, and whether it has
+            # scored anything.
             num_opens, num_answers = self.num_opens, self._num_answers
             try:
                 scored = await self._client.call(RewardService.Score, request, timeout_s=self._timeouts.score_s)

@@ -88,6 +88,7 @@ class Rollout(ReplicaSet):
         request = pb.GenerateRequest(
             expected_stamp=stamp, prompts=[wanted], sampling=sampling, report_unfinished=reports
         )
+        # An upper bound, because nobody knows yet how long the samples will be.
         cost = len(seeds) * (len(prompt.tokens) + sampling.max_tokens)
         kept = set[Replica]()
         while (answered := await self._answers(request, cost, affinity or Affinity(), kept)) is None:

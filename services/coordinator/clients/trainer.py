@@ -168,6 +168,7 @@ class Model:
             role=self._role,
         )
         await self._require_num_ranks()
+        # Before OpenRun, which begins the lease and may take longer than it.
         self._renewal.begin(self._client, TrainerService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         self.opened = await self._client.call_starting(TrainerService.OpenRun, request, timeout_s=self._timeouts.open_s)
         # A trainer that listens on all interfaces does not know which address reaches it; the one we called does.
@@ -323,6 +324,7 @@ class Trainer(Model):
 
     def stream(self, batch_id: str, stamp: PolicyStamp) -> BlockStream:
         """Begins to send the blocks of a batch that is sampled from `stamp`. The result is that of `train`."""
+        # Made once, unlike `train`: the blocks are gone, so a stream that is lost is sent again as a whole batch.
         # While blocks are sent, other groups are generated.
         timeout_s = self._timeouts.generate_s + self._timeouts.train_s
 

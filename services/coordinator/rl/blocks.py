@@ -65,6 +65,7 @@ class ByLength:
         if self._num_to_begin:
             return []
         least = min((self._lengths.get(prompt_id, 0) for prompt_id in self._unfinished.values()), default=math.inf)
+        # Not `<=`: an unfinished group that ends with this length may have a lower index, and then comes first.
         certain = [group for _, _, group in takewhile(lambda waiting: waiting[0] < least, self._waiting)]
         del self._waiting[: len(certain)]
         return certain
@@ -164,6 +165,7 @@ class BlocksOfBatch:
         self._order.begin(place, prompt.prompt_id)
 
     def decide(self, place: int, group: ScoredGroup | None) -> None:
+        # With over-sampling, more groups may become certain than the batch has.
         for useful in self._order.decide(place, group)[: self._num_left]:
             self._num_left -= 1
             self._block.append(useful)

@@ -32,6 +32,7 @@ async def train(run: Run, context: LoopContext) -> None:
     stamp, lag = await begin(run, context), run.config.trainer.lag.versions
     sampled: deque[asyncio.Task[Batch]] = deque()  # the batches of the next `lag` steps
     async with task_group() as tasks:
+        # One after the other: failures and the lengths of unfinished groups are counted for one batch at a time.
         for version in range(run.version, run.version + lag):
             sampled.append(tasks.create_task(sample(run, context, stamp, version, tasks)))
             await sampled[-1]
@@ -46,6 +47,7 @@ async def train(run: Run, context: LoopContext) -> None:
             stamp = await context.publisher.publish(version)
         run.finish_step(version, metrics_of(run, trained, batch))
         await save_and_evaluate(run, context, stamp)
+        # A save that has failed in the background ends the run now, and not when the next checkpoint is due.
         run.checkpoints.check()
     with run.phase(Phase.CHECKPOINTING):
         await run.end_checkpoints(context.trained_models)

@@ -99,6 +99,7 @@ class Attendance:
 
     def took_part(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
+            # A Counter ignores that a key is missing.
             del self._misses[replica]
 
     def to_drop(self, replicas: Sequence[Replica]) -> list[Replica]:
@@ -192,6 +193,7 @@ class Publisher:
             LockstepError: All attempts with the same members failed.
         """
         attempts = 0
+        # Replicas come and go at publications, because a new one has no weights before.
         if self._rollout.before_publication:
             await self._rollout.before_publication()
         while True:
@@ -249,6 +251,7 @@ class Publisher:
         require_same_experts(replicas)
         opened = self._trainer.opened
         await self._run.record.ledger.free()
+        # From the ledger, so that epochs also grow from session to session: members refuse older ones.
         self._epoch = self._run.record.next_epoch(len(replicas))
         num_workers = sum(replica.num_workers for replica in replicas)
         group = weight_group(self._run, opened, self._epoch, num_workers)
@@ -343,6 +346,7 @@ class ColocatedPublisher(Publisher):
             await self._sleep()
         begin = time.perf_counter()
         needed = self._needed_bytes
+        # What is not sent leaves first, so that the weights that are sent find room if they had left.
         await self._trainer.release_memory(MODEL_PART_OPTIMIZER, least_free_bytes=needed)
         if self._other_roles:
             await self._trainer.release_memory(MODEL_PART_PARAMETERS, roles=self._other_roles, least_free_bytes=needed)
@@ -359,11 +363,13 @@ class ColocatedPublisher(Publisher):
     async def _commit(self, replicas: Sequence[Replica], stamp: PolicyStamp) -> None:
         _log("the engines receive the weights", self._prepared)
         begin = time.perf_counter()
+        # The engines have taken what their weights need; the rest of what they need must still be free.
         needed = max(0, self._needed_bytes - self._weights_bytes)
         memory = await self._trainer.release_memory(
             MODEL_PART_PARAMETERS, MODEL_PART_OPTIMIZER, least_free_bytes=needed
         )
         _log("the trainer frees its memory", begin, memory)
+        # Before the calls: if one of them fails, other engines may have taken their memory.
         self._takes_all = True
         begin = time.perf_counter()
         _log("the engines take the KV cache", begin, *await gather(r.wake(ENGINE_PART_KV_CACHE) for r in replicas))

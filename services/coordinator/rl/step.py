@@ -110,12 +110,14 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
     Raises:
         DataLoss: A batch of older weights is missing or damaged.
     """
+    # A step that the trainer has applied is finished, even if the run has fewer steps by now.
     if version >= max(run.num_steps, context.trainer.opened.version):
         return Batch(pa.table({}), stamp)
     recorded, lag = run.record.recorded_stamp(version), run.config.trainer.lag.versions
     is_older = lag > 0 and recorded.digest != "" and recorded.version < stamp.version
     sampled_from = recorded if is_older else stamp
     samples = run.record.recorded_batch(version, sampled_from)
+    # An applied batch is sent again as it was, whatever has changed: the trainer refuses other samples under its id.
     is_applied = version < context.trainer.opened.version
     if samples is not None and not (is_older or is_applied) and (change := change_since(samples, context.versions)):
         log.warning("the recorded batch of step %d is sampled and scored again, because %s", version + 1, change)
@@ -168,6 +170,7 @@ async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
     async with task_group() as tasks:
         critic = None
         if context.critic and run.config.critic:
+            # The critic's version also counts the batches of its warm-up.
             critic_version = stamp.version + run.config.critic.warmup_steps
             critic = tasks.create_task(context.critic.train(samples, batch_id, stamp, critic_version))
         sampled_from = batch.stamp if batch.stamp != stamp else None
@@ -236,6 +239,7 @@ class BatchStream:
             log.warning("the batch has another order or smaller mini-batches than its blocks; it is sent again")
             answer.cancel()
             return None
+        # The commit has the hash of the batch as it was recorded: if blocks had other values, nothing is applied.
         stream.commit(batch)
         return await answer
 
@@ -292,7 +296,8 @@ async def collect(
     samples = samples_of(config, groups, coef) if samples is None else samples
     kl = kl_record(samples, coef, config.advantage.kl) if config.advantage.needs_reference else None
     metrics = selected.metrics | collector.take_metrics()
-    await run.record.ledger.free()  # the batch is recorded next
+    # The batch is recorded next, and to wait for another process's lock there would block the event loop.
+    await run.record.ledger.free()
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
     data, of_agents = context.data, to_episodes(groups)
     return CollectedBatch(samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl, of_agents)

@@ -91,6 +91,7 @@ class RunRecord:
         """Writes a step's batch to disk and records how it was selected. Returns its samples, for training on them."""
         version, stamp, path = batch.version, batch.stamp, batch_path(self.run_dir, batch.version)
         calls, has_calls = calls_path(self.run_dir, version), batch.episodes is not None
+        # The files first: a file without a row is written again after a kill, a row without its file would be damage.
         with writing(path):
             if batch.episodes is not None:
                 _write_parquet(batch.episodes, calls)

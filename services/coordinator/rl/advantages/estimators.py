@@ -30,6 +30,7 @@ def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     centered_S = centered(samples.net_rewards_S, samples.group_S)
     if config.normalize_std:
         size = np.bincount(samples.group_S)
+        # `size` is above 1: groups of one sample are refused (Samples.of).
         std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
         centered_S /= (std + config.eps)[samples.group_S]
     return samples.shared(centered_S)
@@ -51,6 +52,7 @@ def opo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 def gpg(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns (r - mean) * samples / samples in groups of differing rewards; others get 0 (arXiv 2504.02546)."""
     centered_S = centered(samples.net_rewards_S, samples.group_S)
+    # `centered` makes exact zeros where rewards are equal up to rounding.
     mixed = np.bincount(samples.group_S, centered_S != 0) > 0
     num_mixed = np.count_nonzero(mixed[samples.group_S])
     return samples.shared(centered_S * (len(centered_S) / max(num_mixed, 1)))
@@ -91,6 +93,8 @@ def per_turn(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     samples_U, indices_U, returns_U = np.array(untrained).reshape(-1, 3).T
     returns_K, index_K = np.append(rewards_K, returns_U), np.append(index_K, indices_U.astype(int))
     groups_K = samples.group_S[np.append(sample_K, samples_U.astype(int))]
+    # Centered within each pair of prompt group and turn index, which this product numbers; then spread over each turn's
+    # tokens.
     return centered(returns_K, groups_K * (index_K.max(initial=0) + 1) + index_K)[np.cumsum(starts_M) - 1]
 
 
@@ -146,6 +150,7 @@ def gae(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """
     values_M = samples.values_M
     assert values_M is not None
+    # The last token of a sample gets a value of the next sample here, which is replaced below.
     next_M = np.roll(values_M, -1)
     bootstraps = samples.truncated_S[samples.trained_S] & config.bootstrap_truncated
     next_M[samples.last] = np.where(bootstraps, values_M[samples.last], 0.0)

@@ -88,6 +88,7 @@ class Samples:
         kind = f"advantage.kind {config.kind}"
         count_S = _trained_counts(mask_N, begins_S)
         untrained_turns = {s: list(_turns(batch, s, first_S, offsets_R)) for s in np.flatnonzero(count_S == 0).tolist()}
+        # Zeros that take no memory, since a batch may have 10^8 tokens.
         penalty_M, penalty_S = np.broadcast_to(0.0, count_S.sum()), np.zeros(len(count_S))
         if config.needs_reference:
             penalty_N = kl_coef * kl_of(batch, config.kl.kind, mask_N=np.ones(len(mask_N), bool))

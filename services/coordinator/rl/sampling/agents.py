@@ -105,7 +105,8 @@ class AgentCollector(PlayedCollector):
         prompt, request, sample = episode.prompt, episode.request, episode.sample
         params = self.params(request, limit)
         params.stop.extend(stop)
-        # By the call's prompt, and how often the same was asked before.
+        # By the call's prompt, and how often the same was asked before. Not by its number, because the order in which
+        # concurrent calls of an agent arrive must not change what is sampled.
         key = (*call.prompt, -1, episode.threads.occurrence(call))
         seed = seed_of(self._seed, request.step, prompt.prompt_id, sample, *key)
         context = replace(prompt, tokens=call.prompt)
@@ -179,6 +180,7 @@ class AgentEpisode:
         room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
         most = min(room, left, self.request.sampling.max_tokens)
+        # What the agent asks for may only lower the limit; `most` is the run's, by which an answer counts as cut off.
         limit = min(most, said["max_tokens"] or most)
         sampled = await self._model.sample(call, self, limit, said["stop"])
         completion = sampled.completion

@@ -78,6 +78,7 @@ class Collector:
     async def one(self, index: int, prompt: Prompt, request: PromptRequest) -> ScoredGroup | None:
         """Samples and scores one prompt. Returns None if `reward.on_failure` drops the group."""
         params = self.params(request, request.sampling.max_tokens)
+        # From nothing but these, so that a group has the same samples on any replica and when it is sampled again.
         seeds = [seed_of(self._seed, request.step, prompt.prompt_id, sample) for sample in range(request.num_samples)]
         with within(group=prompt.prompt_id), span("group", group=prompt.prompt_id, samples=request.num_samples):
             group = await self._rollout.generate(index, prompt, seeds, params, request.stamp)
@@ -88,6 +89,7 @@ class Collector:
         """Like `one`, with the reward of one greedy completion as the baseline."""
         greedy = replace(request, num_samples=1, sampling=request.sampling.model_copy(update={"temperature": 0.0}))
         group, baseline = await gather(self.one(index, prompt, each) for each in (request, greedy))
+        # Without its baseline a group has no advantages, so it is dropped.
         return replace(group, baseline=float(baseline.rewards[0])) if group and baseline else None
 
     def take_metrics(self) -> dict[str, float]:

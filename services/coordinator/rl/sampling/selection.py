@@ -110,6 +110,7 @@ class _Selection:
         self._by_arrival = config.selection.over_sampling.keep == "arrival"
 
     async def fill_one_place(self) -> None:
+        # All places take from this one iterator, so the next prompt in order replaces a group that was dropped.
         for index, prompt in self._next:
             self._num_started += 1
             if self._follower:
