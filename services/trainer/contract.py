@@ -181,6 +181,7 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, opened: OpenRole) 
     if opened.role is Role.CRITIC:
         require_version(header.critic_version, opened, "the batch is for version {}")
     drawn = _drawn_stamp(header, opened) if opened.role is Role.POLICY else stamp
+    # Each different stamp once: a batch has thousands of samples and usually one stamp.
     stamps = samples.group_by(["policy_version", "policy_digest"], use_threads=False).aggregate([])
     for row in stamps.to_pylist():
         sampled_from = types_pb2.PolicyStamp(version=row["policy_version"], digest=row["policy_digest"])

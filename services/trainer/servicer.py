@@ -79,6 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if opened is None or opened.request_sha256 != request_sha256:
                 await self._open(role, config, request, request_sha256)
             opened = self._roles[role]
+            # Also if nothing was opened: a coordinator that has resumed the run has another token.
             self._fence.take_over(request.run_id)
             await self._arriving.end_all()
         answer = pb.OpenRunResponse()
@@ -129,6 +130,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 opened.require_here(*Part)
                 await self._arriving.begin(training)
         if is_repeated:
+            # The samples arrive without the lock, so that other calls are answered meanwhile.
             sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
             async with self._changing:
                 return contract.replay(header, self._require_open(role), sha256.hex())
@@ -164,6 +166,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 "address of the trainer that all of its hosts can reach",
                 field="store_host",
             )
+        # Before the attempt: an epoch in which a member has failed must not be joined again.
         self._epoch, self._epoch_timeout_s = request.group.epoch, request.group.timeout_s
         answers = await self._killing_epoch_on_cancel(Worker.join, group=request.group.SerializeToString().hex())
         return pb.JoinWeightGroupResponse(plan_digest=answers[0].body["plan_digest"])
@@ -265,6 +268,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
             contract.require_made_with(state.made_with, made_with, request.checkpoint_path)
         state = replace(state, made_with=made_with)
+        # Only after what may be refused, so that a refused call takes the trainer from nobody.
         self._fence.take_over(request.run_id)
         await self._arriving.end_all()
         if self._roles and (role is Role.POLICY or request.run_id != self._run_id):

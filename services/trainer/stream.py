@@ -50,6 +50,7 @@ class BatchReader:
                 frames.append(message.frame)
             elif part == "block":
                 block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
+                # In a thread: hashing a block here would keep other calls waiting.
                 if await asyncio.to_thread(blocks.content_sha256, block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block

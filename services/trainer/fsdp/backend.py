@@ -117,14 +117,17 @@ class FsdpBackend(Backend):
         with self._replay.passes() if self._replay else nullcontext():
             for index, microbatch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
+                # One reduction for all micro-batches, for which each rank keeps whole gradients until then.
                 self._model.set_requires_gradient_sync(is_last or self._config.fsdp.reduce_each_microbatch)
                 outputs_KN = self._outputs(microbatch, temperature)
                 value, metrics = loss(outputs_KN, microbatch)
                 # The loss is already divided by global counts, but FSDP averages over ranks: undo that division.
                 (value * self._mesh.size()).backward()
+                # A copy, because a view would keep all rows in memory, such as those of a teacher's tokens.
                 outputs.append(outputs_KN[:2].detach().clone())
                 collected.append(metrics)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        # Each total is a collective, so all ranks need the same names in the same order.
         names = names_on_all_ranks(collected, self.device)
         totals = {name: sum((one[name] for one in collected if name in one), zero) for name in names}
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}

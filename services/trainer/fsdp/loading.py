@@ -124,6 +124,7 @@ def build(
         for layer in model.layers:
             _recompute(layer)
     _shard(model, config, mesh, compute_dtype)
+    # to_empty would also leave the buffers with unspecified content.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     device = "cpu" if config.fsdp.cpu_offload else mesh.device_type
     model.to_empty(device=device)
@@ -133,6 +134,7 @@ def build(
         if mesh.get_rank() == 0:
             with PROGRESS.stage("read the weights"):
                 whole = kind(load_weights(model_path, has_head=has_head, dtype=weight_dtype), layout)
+            # The sharded model has them, so the state that it gets must have them too.
             add_adapters(whole.causal_lm, config.lora, sites, seed=seed)
             full = whole.state_dict()
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -158,6 +160,7 @@ def make_empty(model_path: str, *, compute_dtype: torch.dtype, weight_dtype: tor
     hf_config = load_config(model_path)
     require_config_supported(hf_config.to_dict(), "fsdp", f"{model_path}/config.json")
     try:
+        # Buffers are real: those that are in no file, such as rotary frequencies, are computed here.
         with init_empty_weights(include_buffers=False):
             empty = make_model(hf_config, dtype=weight_dtype)
     except Exception as error:  # nothing but the config is read, and a wrong size may raise anything

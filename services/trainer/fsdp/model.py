@@ -193,6 +193,7 @@ class LogprobModel(_Model):
         """
         weight_VD = self.head.get_parameter("weight")
         hidden, scale, softcap = self.hidden(microbatch), self.structure.scale, self.structure.softcap
+        # Logits scaled by s, over T, are plain ones over T / s, and a cap of c on them is one of c / s on plain ones.
         return linear_logprobs(hidden, weight_VD, microbatch.targets, temperature / scale, None, softcap / scale)
 
 
@@ -208,4 +209,5 @@ class ValueModel(_Model):
 
     def forward(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         """Returns the values, float32 [1, N], computed so too: the bfloat16 number after 1 is about 1.01."""
+        # The weight is the input here, so that the result is [1, N] and not [N, 1].
         return nn.functional.linear(self.value_head.weight.float(), self.hidden(microbatch).float())

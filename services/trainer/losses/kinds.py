@@ -161,6 +161,7 @@ def dppo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, to
     is_onward_N = tokens.advantages_N * (policy_N - old_N) > 0
     masked_N = is_onward_N & (divergence_N > config.dppo.threshold)
     weights_N = (policy_N - old_N).exp().clamp(max=config.dppo.max_ratio)
+    # The last factor is 1 and has the gradient.
     losses_N = -tokens.advantages_N * weights_N * (tokens.logprobs_N - policy_N).exp()
     return torch.where(masked_N, 0, losses_N), {"clip_fraction": masked_N}
 
@@ -176,6 +177,7 @@ def _kl(old_N: torch.Tensor, policy_N: torch.Tensor) -> torch.Tensor:
 
 def _log_rest(logprobs_N: torch.Tensor) -> torch.Tensor:
     """Returns log(1 - p), which stays finite even if p rounds to 1."""
+    # Not log(1 - exp(x)), which loses its digits where p is close to 1.
     return torch.log(-torch.expm1(logprobs_N.clamp(max=-torch.finfo(logprobs_N.dtype).eps)))
 
 
@@ -192,6 +194,7 @@ def covariance_sums(columns: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
 def covariance(columns: dict[str, torch.Tensor], means_2: torch.Tensor) -> torch.Tensor:
     """Returns each token's term of the covariance, [N], given the mini-batch's means of logprobs and advantages."""
     logprob, advantage = means_2.to(columns["advantages"].dtype)
+    # The engine's log-probabilities, because the means are needed before the first forward pass of the mini-batch.
     return (columns["behavior_logprobs"] - logprob) * (columns["advantages"] - advantage)
 
 

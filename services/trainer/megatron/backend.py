@@ -93,6 +93,7 @@ class MegatronBackend(Backend):
             self._make_streams()
             if config.uses_router_replay and self._map.model.num_experts:
                 self._model.enable_router_replay()
+        # From here on, each phase loads what it needs.
         self.offloader.release(*groups)
 
     @contextlib.contextmanager
@@ -185,6 +186,7 @@ class MegatronBackend(Backend):
 
     def sender_slots(self, bucket_bytes: int) -> list[tuple[int, int]]:
         slots = self._stream.slots(bucket_bytes)
+        # Where rank 0 would send every slot, no slots are needed.
         return slots if any(rank for rank, _ in slots) else []
 
     def save(self, directory: Path) -> None:
@@ -275,6 +277,7 @@ class MegatronBackend(Backend):
         def collect(shard: MicrobatchShard, outputs_KN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             value, metrics = loss(outputs_KN, shard.microbatch)
             rows = torch.full((), shard.num_rows, dtype=torch.int, device=self.device)  # a copy would wait for the GPU
+            # The outputs are copied, because a view would keep all rows in memory, such as those of a teacher's tokens.
             return value * factor, rows, (outputs_KN[:2].detach().clone(), metrics)
 
         return collect
@@ -294,6 +297,7 @@ class MegatronBackend(Backend):
             totals = torch.stack([torch.stack([one.get(name, zero) for one in metrics]).sum() for name in names])
             sums = dict(zip(names, self.reduce(totals, dist.ReduceOp.SUM).tolist(), strict=True))
         if self._model.config.pipeline_model_parallel_size > 1:
+            # Only the last stage has computed losses, and every rank must return the same metrics.
             sums = gather_json(sums, self.device, parallelism.pp_group)[-1]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
 

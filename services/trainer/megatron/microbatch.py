@@ -61,6 +61,8 @@ class MicrobatchShard:
         """Returns the values [K, N] of all predictions, gathered from all CP ranks; only its own M get gradients."""
         whole_KN = values_KM.new_zeros(values_KM.size(0), self.microbatch.targets_N.numel())
         whole_KN = whole_KN.index_copy(1, self.where_M, values_KM)
+        # Named for tensor parallelism, but right for any group: a sum in forward, and the gradient as it is in
+        # backward.
         return reduce_from_tensor_model_parallel_region(whole_KN, group=cp_group)
 
     @property

@@ -12,6 +12,7 @@ class Parallelism:
 
     def __init__(self, config: MegatronConfig, *, timeout_s: float, seed: int):
         self.config = config
+        # Megatron refuses to make groups as long as it has others.
         set_groups(NO_GROUPS)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -121,8 +121,11 @@ class MegatronModel:
     ) -> list[Any]:
         self.parallelism.activate()
         for chunk in self.chunks:
+            # Megatron recomputes activations in training mode only. Dropout is that of adapters; the models' own is 0
+            # (settings.py).
             chunk.train(not is_forward_only)
         tokens = shards[0].tokens
+        # Each chunk of an interleaved pipeline reads all micro-batches.
         iterators = [iter(shards) for _ in self.chunks]
 
         def step(
@@ -142,6 +145,8 @@ class MegatronModel:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(shards),
+                # Of whole sequences: Megatron divides it by the context-parallel size (schedules.py,
+                # get_tensor_shapes).
                 seq_length=tokens.size(1) * self.config.context_parallel_size,
                 micro_batch_size=tokens.size(0),
                 forward_only=is_forward_only,

@@ -200,6 +200,7 @@ class Ranks:
         try:
             async with asyncio.timeout(_COMING_S):
                 while missing:
+                    # Only frames that were not copied know their connection, by whose number a loss is reported.
                     sender, host = await self._socket.recv_multipart(copy=False)
                     rank = int(sender.bytes)
                     self._connections[host.get(zmq.SRCFD)] = (rank, host.bytes.decode())

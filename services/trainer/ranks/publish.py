@@ -105,6 +105,7 @@ def _conclude(group: SendingMember, plan: Plan, digest: WeightDigest, version: i
         group.acknowledge(version, " ".join(map(str, digest.sums())))
         return ""
     answers = group.acknowledged(version)
+    # In the order of ranks: the trainer's other members, with the sums of their parts, then the engine workers.
     num_others = (group.num_trainer_ranks or plan.num_senders) - 1
     parts, received = answers[:num_others], answers[num_others:]
     for part in parts:

@@ -57,6 +57,7 @@ async def run(options: ServeOptions, threads_per_rank: int | None) -> int:
 async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world_size: int) -> int:
     server = Server(options.trace, options.tls, options.metrics.registry)
     metrics = TrainerMetrics(options.metrics.registry)
+    # An address, because ZeroMQ listens on addresses and not on names of hosts.
     ranks = Ranks(world_size, socket.gethostbyname(os.environ["MASTER_ADDR"]), server.fail, metrics.phase)
     store.set("lockstep/ranks", ranks.address.pack())
     threading.Thread(target=_follow_on_device, args=(ranks.address, worker), name="rank-0", daemon=True).start()
@@ -75,5 +76,6 @@ async def _serve(options: ServeOptions, worker: Worker, store: dist.Store, world
 
 def _follow_on_device(address: RanksAddress, worker: Worker) -> None:
     if torch.cuda.is_available():
+        # CUDA's current device is one of the thread.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     follow(0, address, worker)

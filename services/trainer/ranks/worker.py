@@ -103,6 +103,7 @@ class Worker(MemoryCommands):
                 with PROGRESS.stage("read the checkpoint"):
                     backend.load(Path(checkpoint_path) / "state")
             except BaseException:
+                # No variable may keep the model alive while its memory is freed.
                 del backend
                 self._close_role(role)
                 raise

@@ -77,6 +77,7 @@ class BatchUpdate:
             with later_update(index):
                 if index:
                     self._accumulate(self._kept[number], totals[number])
+                # Numbered by the version, so that learning rate and weight decay need no state in checkpoints.
                 metrics.append(self._apply_gradient(totals[number], version * num_updates + index))
         return means_of(metrics) | diff | self._replayed.metrics()
 
@@ -103,6 +104,7 @@ class BatchUpdate:
             _set_old(first, outputs)
 
     def _forward_old(self, microbatches: Sequence[Microbatch]) -> Sequence[torch.Tensor]:
+        # Only the sampled tokens' log-probabilities are wanted; each token of a teacher would be one more output.
         without_teacher = [replace(microbatch, teacher_tokens_NK=None) for microbatch in microbatches]
         outputs = self._backend.forward(without_teacher, self._temperature)
         _set_old(microbatches, outputs)
@@ -154,6 +156,8 @@ class BatchUpdate:
         """
         if not self._is_compared:
             return {}
+        # The numbers are sums over all ranks, so all of them raise or none: otherwise some would wait in the next
+        # collective.
         compared = totals if self._recomputes_old else totals[:1]
         metrics = self._diffs.metrics(self._backend, sum(minibatch.num_tokens for minibatch in compared))
         mean, ess, config = metrics["logprob_diff_mean"], metrics["logprob_diff_ess"], self._config
@@ -281,6 +285,7 @@ class LogprobDiffs:
         weight_N, diff_N = log_weight_N.exp(), log_weight_N.abs()
         kl_N = torch.expm1(log_weight_N) - log_weight_N  # unlike the loss's k3 without a bound: it measures
         self._sums_4 += torch.stack([x.sum() for x in (diff_N, kl_N, weight_N, weight_N.square())])
+        # Together with the largest so far: a rank may have no trained token, and torch has no maximum of nothing.
         self._largest_1 = torch.cat([self._largest_1, diff_N]).amax(0, keepdim=True)
 
     def metrics(self, backend: Backend, num_tokens: int) -> dict[str, float]:
@@ -316,6 +321,7 @@ class Replayed:
         num_tokens = torch.tensor(float(sum(map(len, routed_experts))), dtype=torch.float64, device=backend.device)
         num_tokens = float(backend.reduce(num_tokens, dist.ReduceOp.SUM))
         counts = backend.replayed().tolist()
+        # Equal numbers on all ranks, so that all raise or none.
         if counts[0] != num_tokens * num_layers:
             backend.discard_gradients()
             raise InternalError(

@@ -112,6 +112,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for part in _chunks(hidden_MD, weight_VD, keeps_logits):
             local, logits = local_M[part], _logits(hidden_MD, weight_VD, local_MK, part, ctx.softcap)
             top, sums = statistics(logits, local, temperature)
+            # If logits are kept, this chunk is the only one.
             kept_MV = logits if keeps_logits else None
             if group:
                 sums, top = combine(sums, top, local >= 0, group)
@@ -281,5 +282,6 @@ def _plus_product(
 
 def _chunks(hidden_MD: torch.Tensor, weight_VD: torch.Tensor, is_whole: bool) -> Iterator[slice]:
     size = len(hidden_MD) if is_whole else _ENTRIES_PER_CHUNK[hidden_MD.device.type] // weight_VD.size(0)
+    # At least one row and one chunk: a context-parallel rank without predictions has gradients of 0, not none.
     size = max(1, size)
     return (slice(begin, begin + size) for begin in range(0, max(1, len(hidden_MD)), size))

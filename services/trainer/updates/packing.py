@@ -193,6 +193,7 @@ def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None)
     if "trained_tokens" in samples.column_names:  # a sample of an agent has several rows
         trained = samples["trained_tokens"].to_numpy()
     else:
+        # No completion is empty (trainer/samples.py): reduceat would count the first token of the next one for it.
         trained = np.add.reduceat(columns["loss_mask"], np.cumsum(counts) - counts)
     columns["completion_length"] = np.repeat(trained, counts)
     replayed = shape if "routed_experts" in samples.column_names else None
@@ -226,6 +227,7 @@ def _teacher_top_k(samples: pa.Table, num_tokens: np.ndarray) -> tuple[torch.Ten
 
 def _routed_experts(samples: pa.Table, shape: RoutedExpertsShape) -> torch.Tensor:
     experts_TLK = np.concatenate([shape.decode(row.as_buffer()) for row in samples["routed_experts"]])
+    # Not uint16, for which torch lacks most operators.
     return torch.from_numpy(experts_TLK if shape.dtype == np.uint8 else experts_TLK.astype(np.int32))
 
 

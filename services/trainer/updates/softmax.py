@@ -77,6 +77,8 @@ def combine(
     """Combines the ranks' statistics. Returns the sums, relative to the maximum over all ranks, and that maximum."""
     top_C = own_top_C.clone()
     dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+    # The sums are relative to each rank's own maximum: with z - top = (z - own_top) + below, they become relative to
+    # that of all.
     (weights_C, weighted_C, picked_C), below_C = sums_3C, own_top_C - top_C
     scale_C = below_C.exp()
     weighted_C, picked_C = weighted_C + weights_C * below_C, torch.where(is_local_C, picked_C + below_C, 0)
@@ -89,6 +91,7 @@ def listed_logprobs(logits_CV: torch.Tensor, local_CJ: torch.Tensor, softmax: So
     """Returns the log-probabilities of tokens, and that of all tokens beside them, [J + 1, C]."""
     own_CJ = logits_CV.gather(1, local_CJ.clamp(min=0))
     picked_CJ = torch.where(local_CJ >= 0, own_CJ.to(precision(logits_CV)) / softmax.temperature, 0)
+    # In place, and undone below: logits are too large to copy.
     write(logits_CV, local_CJ, torch.full_like(own_CJ, REMOVED))
     none_C = torch.full_like(local_CJ[:, 0], -1)
     rest_top_C, rest_sums_3C = statistics(logits_CV, none_C, softmax.temperature)
