@@ -51,6 +51,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         # Log-probabilities of the distribution that is sampled from, temperature included. The trainer compares its own
         # with these.
         "logprobs_mode": "processed_logprobs",
+        # Not the model's generation_config.json: each request says how it is sampled.
         "generation_config": "vllm",
         "worker_extension_cls": f"{WeightReceiver.__module__}.{WeightReceiver.__qualname__}",
         "scheduler_cls": f"{scheduler.__module__}.{scheduler.__qualname__}",

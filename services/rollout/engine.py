@@ -105,6 +105,8 @@ class Engine:
         self._cache_salt = ""
         self._has_tokenizer = False
         self._loading_tokenizer = asyncio.Lock()
+        # vLLM's processes are the only ones that multiprocessing has started here; a sentinel is readable when its
+        # process has ended.
         self._sentinels = [process.sentinel for process in multiprocessing.active_children()]
         for sentinel in self._sentinels:
             self._loop.add_reader(sentinel, self._note_death)
@@ -205,6 +207,7 @@ class Engine:
         self._fewest_tokens = 0
         self._idle.clear()
         try:
+            # Begins with the prompt's id, by which `unfinished` knows the samples of a prompt.
             request_id = f"{prompt_id}/{uuid.uuid4().hex}"
             outputs = self._llm.generate(
                 prompt, engine_sampling(sampling, seed), request_id, lora_request=self._adapter
@@ -254,6 +257,7 @@ class Engine:
         if not self.asleep:
             await self._until_idle()
             await self.call_workers(WeightReceiver.lockstep_before_sleep)
+            # Level 2 drops the weights; level 1 would copy them to host memory, and they are sent anew anyway.
             await self._until_death(self._llm.sleep(level=2), "sleep")
             self.asleep = frozenset((WEIGHTS, KV_CACHE))
         return await self._changed_memory(before, begin)

@@ -350,6 +350,7 @@ class Loading:
 
         with before_quantizing(self._model, see_quantizing):
             self._reload(arrivals, see)
+        # Only now, because a tensor has its content when vLLM has finished the layer.
         for index, bucket in enumerate(self._plan.buckets):
             _add(loaded, direct.loaded(index), bucket.start)
         self._is_checked = loaded.hexdigest() == received.hexdigest()

@@ -109,6 +109,7 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         include_stop_str_in_output=True,
         ignore_eos=True,  # only the request's stop tokens end a sample; vLLM would add eos_token_id of config.json
         seed=seed,
+        # Of the sampled token alone.
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

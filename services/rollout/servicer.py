@@ -153,6 +153,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         ]
         answers = [asyncio.create_task(coroutine) for coroutine in map(answer, request.prompts, tasks)]
         with self._generating(tasks, answers), self._fence.guarding():  # another run would close the engine
+            # As they finish, so that groups are scored and trained on while others are still sampled.
             for finished in asyncio.as_completed(answers):
                 for message in await finished:
                     yield message
@@ -199,6 +200,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             await engine.pause()
             answers = await engine.call_workers(WeightReceiver.lockstep_receive, request.version)
             ends = [answer for answer in answers if "error" not in answer]
+            # A worker that failed has left its group (receiver.py), so this epoch cannot be used again.
             self._joined = len(ends) == len(answers)
             self._raise_errors(answers)
             digests = {end["digest"] for end in ends}

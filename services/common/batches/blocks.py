@@ -111,6 +111,7 @@ def batch_sha256(header: Message, blocks: Iterable[bytes]) -> bytes:
 
 def _bytes_of(column: pa.ChunkedArray) -> Sequence[bytes | pa.Buffer]:
     if pa.types.is_large_binary(column.type):
+        # The lengths too, or bytes could move from one row to the next without changing the hash.
         lengths = pc.fill_null(pc.binary_length(column), -1)
         return [lengths.to_numpy().tobytes(), *(row.as_buffer() for row in column.drop_null())]
     if pa.types.is_primitive(column.type) and not column.null_count:

@@ -143,6 +143,7 @@ class Fence:
         token, lease = _of_caller.get()
         if not token:
             raise InvalidInput(f"{HEADER}: required; send the same random string with every call", field=HEADER)
+        # A token that was replaced never comes back; that of the open run may open it again.
         if token in self._runs:
             self.require()
         lease_s = _parsed_lease(lease)

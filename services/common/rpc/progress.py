@@ -70,6 +70,7 @@ class Progress(progress_pb2_grpc.ProgressServiceServicer):
 
     def _send(self, answer: pb.WatchResponse | None) -> None:
         for queue, loop in self._watchers.items():
+            # Stages begin and end in any thread, and asyncio's queues are for the thread of their loop.
             loop.call_soon_threadsafe(queue.put_nowait, answer)
 
 

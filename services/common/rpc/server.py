@@ -135,6 +135,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        # Health checks and reflection raise no errors of Lockstep, and refuse no identity.
         if handler is None or not method.startswith("/lockstep."):
             return handler
         make = _HANDLERS[handler.request_streaming, handler.response_streaming]
@@ -163,6 +164,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _stream(self, behavior: Callable[..., AsyncGenerator[object]], method: str) -> Callable[..., object]:
         async def call(request: object, context: Context) -> AsyncIterator[object]:
+            # Closed here: if the caller leaves, the method's `finally` would otherwise run when the generator is
+            # collected.
             async with self._answering(context, method), contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response

@@ -306,6 +306,7 @@ class WeightGroup(Epoch):
         raise InvalidInput(f"weight group backend {self._backend!r} is neither gloo nor nccl", field="backend")
 
     def _wait(self, work: dist.Work) -> None:
+        # Asked again and again: a wait of the backend would not notice that another member has given up.
         self._wait_until(work.is_completed, "a broadcast")
         try:
             work.wait()  # gloo raises if a peer died; NCCL makes the current stream wait for the broadcast

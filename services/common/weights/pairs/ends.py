@@ -220,6 +220,7 @@ class PairSender(PairEnd):
     def broadcast(self, flat: torch.Tensor, sender: int = 0) -> Transfer:
         """Hands a bucket that this rank has packed to all engine workers."""
         buffer = self.buffer(flat.numel())
+        # A tensor that is alone in its bucket was not packed into the buffer.
         if buffer.data_ptr() != flat.data_ptr():
             buffer.copy_(flat)
         return self._hand_over(buffer, sender)
