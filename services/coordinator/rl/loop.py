@@ -43,6 +43,7 @@ async def train(run: Run, context: LoopContext) -> None:
             sampled.append(tasks.create_task(sampling))
             batch = await sampled.popleft()
             version, trained = await commit(run, context, batch, stamp)
+        # By now all samples are on disk: a publication would abort unfinished ones.
         with run.phase(Phase.PUBLISHING):
             stamp = await context.publisher.publish(version)
         run.finish_step(version, metrics_of(run, trained, batch))
