@@ -179,7 +179,7 @@ class Engine:
         return parallel.world_size * parallel.data_parallel_size
 
     def unfinished(self) -> dict[str, int]:
-        """Returns, by id of each prompt with unfinished samples, tokens that the longest of them will have at least."""
+        """Returns, by prompt id, a lower bound of the longest sample's tokens of prompts with unfinished samples."""
         lengths: dict[str, int] = {}
         for request_id, num_tokens in client.lengths_so_far(self._llm):
             prompt_id, least = request_id.rpartition("/")[0], self._fewest_tokens if num_tokens else 0

@@ -204,7 +204,8 @@ class Backend(Protocol):
     def keep_generators(self) -> Iterator[None]:
         """Restores the random generators, which all roles share, after the `with` block, in which another is opened.
 
-        Otherwise a policy that draws dropout would go on otherwise than before its checkpoint was read.
+        Without this, opening another model would change what a policy with dropout draws next, even right after its
+        checkpoint was read.
         """
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             yield

@@ -181,6 +181,7 @@ class Environments:
         limit_s = self._settings.episode_s + _START_S + _MARGIN_S
         with self._least_loaded() as service:
             async with service.places, task_group() as tasks:
+                # The group ends when the calls in progress have their answers, also if the agent has ended before.
                 last = await service.play(begin, answer, tasks, limit_s)
         if last.HasField("failure"):  # only now, because an error would cancel the calls in progress
             raise episode_failed(last.failure)

@@ -104,8 +104,8 @@ async def sample(run: Run, context: LoopContext, stamp: PolicyStamp, version: in
     """Returns the batch that updates `version`, sampled from `stamp`; an empty one if the run ends before it.
 
     A batch that was sampled before a restart is read from disk, unless it was scored by other scorers or another
-    environment. With a lag, it cannot be sampled again if its weights are older than `stamp`. A stream of blocks is a
-    task of `tasks`.
+    environment. With a lag, it cannot be sampled again if its weights are older than `stamp`. The stream of its blocks
+    runs as a task in `tasks`.
 
     Raises:
         DataLoss: A batch of older weights is missing or damaged.
@@ -173,6 +173,7 @@ async def update(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
             # The critic's version also counts the batches of its warm-up.
             critic_version = stamp.version + run.config.critic.warmup_steps
             critic = tasks.create_task(context.critic.train(samples, batch_id, stamp, critic_version))
+        # Named only if it is an earlier one (trainer.lag). Otherwise the trainer requires the stamp that it holds.
         sampled_from = batch.stamp if batch.stamp != stamp else None
         version, metrics = await context.trainer.train(samples, batch_id, stamp, drawn=sampled_from)
     return version, metrics | (critic.result()[1] if critic else {})

@@ -35,8 +35,8 @@ class Tokens:
 
     @classmethod
     def of(cls, logprobs_N: torch.Tensor, columns: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> "Tokens":
-        """Builds the tokens. Masked tokens get the policy's log-probabilities everywhere, so no ratio overflows, and no
-        gradient, so that a loss of the user may be NaN there.
+        """Builds the tokens. Where loss_mask is 0, every column of log-probabilities gets the policy's own numbers, so
+        that no ratio overflows, and `logprobs_N` has no gradient, so that a loss of the user may be NaN there.
         """
         is_trained_N, own_N = columns["loss_mask"] > 0, logprobs_N.detach()
         bounded = {

@@ -305,6 +305,8 @@ class LogprobDiffs:
 
 
 class Replayed:
+    """Counts the routed experts of one batch that were replayed."""
+
     def __init__(self) -> None:
         self._num_tokens = self._num_experts = self._num_agreeing = 0.0
 

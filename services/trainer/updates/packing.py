@@ -130,6 +130,7 @@ def _packed(lengths: Sequence[int], num_ranks: int, max_tokens: int, multiple_of
     """Returns the fewest micro-batches that fit; none if that is impossible."""
     most, fewest = len(lengths) // num_ranks, -(-sum(lengths) // (max_tokens * num_ranks))
     for microbatches_per_rank in range(fewest + -fewest % multiple_of, most + 1, multiple_of):
+        # LPT does not always find a packing that exists, so the next number is tried if this one does not fit.
         microbatches = _longest_first(lengths, microbatches_per_rank * num_ranks)
         if max(tokens for tokens, _ in microbatches) <= max_tokens:
             return microbatches
@@ -152,6 +153,7 @@ def _rows_by_length(lengths: Sequence[int], multiple_of: int, max_tokens: int) -
     if number > len(lengths):
         return []
     while len(groups) < number:
+        # One of a single sample cannot be halved.
         halved = max(groups, key=lambda group: (len(group) > 1, len(group) * lengths[group[0]]))
         middle = len(halved) // 2
         groups[groups.index(halved)] = halved[:middle]

@@ -48,7 +48,8 @@ class TopK(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The normalization of a chunk: its largest logit and the logarithm of the sum, both [C]."""
+    """The normalization of a chunk: its largest logit, and the logarithm of the sum of exponentials relative to that,
+    both [C]."""
 
     top_C: torch.Tensor
     log_sum_C: torch.Tensor
@@ -125,8 +126,9 @@ def most_probable(logits_CV: torch.Tensor, top_k: TopK, first: int, group: dist.
 def write(matrix_CV: torch.Tensor, local_CJ: torch.Tensor, values_CJ: torch.Tensor) -> None:
     """Writes values at the tokens that this rank has, in place.
 
-    The host would wait for the GPU to learn how many these are. So the others write again what the row's first token
-    writes; a row without any writes what is there.
+    Selecting these tokens would make the host wait for the GPU, which alone knows how many there are. So the places of
+    all other tokens write too: what the first of these tokens in their row writes or, in a row without any, what is
+    there already.
     """
     first_C1 = (local_CJ >= 0).int().argmax(1, keepdim=True)
     slots_CJ = torch.where(local_CJ >= 0, torch.arange(local_CJ.size(1), device=local_CJ.device), first_C1)
