@@ -111,6 +111,7 @@ def engine_sampling(sampling: SamplingParams, seed: int) -> EngineSampling:
         seed=seed,
         # Of the sampled token alone.
         logprobs=0,
+        # Lists for a whole sample, and not a dictionary for each token, which would slow garbage collection down.
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,

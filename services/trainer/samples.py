@@ -155,6 +155,7 @@ def _check_values(samples: pa.Table, name: str, vocab_size: int) -> None:
     low, high = (0, vocab_size - 1) if is_token else _BOUNDS.get(name, (-np.inf, np.inf))
     if len(values) and (pa.types.is_floating(values.type) or np.isfinite(low)):
         numbers = pc.fill_null(values, 0).to_numpy()
+        # Two numbers tell whether all is well; rows are looked for only if it is not.
         least, most = numbers.min(), numbers.max()  # nan if one of them is
         if not (np.isfinite([least, most]).all() and low <= least and most <= high):
             bad = ~(np.isfinite(numbers) & (numbers >= low) & (numbers <= high))

@@ -163,6 +163,7 @@ class ServedStore(_Relay):
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
+            # By itself, torch would listen on every interface.
             master_listen_fd=behind_gate.detach(),
         )
         self.address = StoreAddress(host, gate.getsockname()[1], secrets.token_bytes(NONCE_BYTES))

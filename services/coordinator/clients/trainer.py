@@ -96,6 +96,7 @@ class BlockStream:
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
+        # Hashes of the recorded batch, and not those of the blocks that were sent: so the trainer notices a difference.
         self._parts.put_nowait([_commit(self._header, batch, map(blocks.content_sha256, _cut(self._header, batch)))])
         self._parts.put_nowait([])  # ends the stream of requests
 

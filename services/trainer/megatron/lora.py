@@ -141,6 +141,7 @@ class AdaptedLinear(AdaptedLayer):
         """Returns scale * B A x, laid out like the layer's output."""
         shape = self.lora_shape
         a, b = self.lora_A(), self.lora_B()
+        # The A of all parts in one product, so that what follows communicates once.
         low = F.linear(self._dropped(x), torch.cat(list(a.values()))) * shape.scale
         if shape.cut_axis < 0:
             pass  # each rank has the whole output of its tokens

@@ -210,6 +210,7 @@ def wrap_chunks(
     settings = {
         "use_distributed_optimizer": megatron.use_distributed_optimizer,
         "grad_reduce_in_fp32": True,
+        # Sums, because the loss is divided by global counts; Megatron refuses averages with calculate_per_token_loss.
         "average_in_collective": False,
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and megatron.use_distributed_optimizer,
@@ -217,6 +218,7 @@ def wrap_chunks(
     ddp = make(DistributedDataParallelConfig, settings, megatron.ddp_config, "megatron.ddp_config")
     with refusals("megatron.ddp_config"):
         wrapped = [
+            # As Megatron's own training does: what later chunks communicate overlaps with computation anyway.
             DistributedDataParallel(config, ddp, half_precision(chunk, config), disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]

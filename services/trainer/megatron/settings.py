@@ -85,6 +85,7 @@ def transformer_config(
         "variable_seq_lengths": vpp is None,
         "batch_p2p_comm": False,
         "overlap_p2p_comm": vpp is not None and is_gpu,
+        # Otherwise Megatron would divide each micro-batch's loss by the number of micro-batches and average over ranks.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
         # The cache is for float8; with it the first micro-batch would overwrite gradients, see add_gradients_in_place.
