@@ -198,6 +198,8 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
 
 
 def _is_answer(text: str, gold: Sequence[Expression], content: str) -> bool:
+    if len(content := content.strip()) > MAX_ANSWER_CHARS:
+        return False
     mine, content = _alike(text, content)
     if mine != text:
         text, gold = _parse_gold(mine)
