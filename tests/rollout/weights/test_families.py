@@ -48,8 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # The cases of FSDP are long tests: a Megatron layout of the same family covers what FSDP sends, and tests/trainer
-# compares that with transformers. Of each family one layout is left, and each layout with some family.
-LONG = ["phi3 tp2", "qwen2_moe tp2", *(name for name in CASES if " " not in name)]
+# compares that with transformers. Of the others, pipelines are sent in tests/e2e too, and adapters in test_adapter.py.
+LONG = ["phi3 tp2", "phi3 adapter", "glm4_moe pp2", "qwen2_moe tp2", *(name for name in CASES if " " not in name)]
 
 
 @pytest.mark.parametrize("case", marked(CASES, LONG))
