@@ -114,8 +114,11 @@ class EpisodeClient:
         try:
             answer = await self._service.call(EnvironmentService.Step, request, self._reply_s)
         except EpisodeFailed as error:
-            is_over = time.monotonic() - self._began_s >= self._settings.episode_s
-            if error.failure is EnvironmentFailure.LOST and is_over:
+            # Not if the service itself was lost: to wait until it is back may take longer than an episode may.
+            is_unknown = (
+                isinstance(error.__cause__, LockstepError) and error.__cause__.reason is Reason.EPISODE_NOT_OPEN
+            )
+            if is_unknown and time.monotonic() - self._began_s >= self._settings.episode_s:
                 raise EpisodeFailed(EnvironmentFailure.TIMEOUT, error.detail) from error  # the service has ended it
             raise
         self._num_turns += 1

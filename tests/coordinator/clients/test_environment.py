@@ -18,21 +18,28 @@ STAMP = PolicyStamp(version=2, digest="d" * 32)
 
 
 class Forgetful(FakeEnvironment):
-    """Knows no episode once its first turn comes, as after a restart or at the end of its time."""
+    """Refuses the first turn of every episode."""
+
+    reason = Reason.EPISODE_NOT_OPEN
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        raise PreconditionFailed(f"no episode {request.episode_id}", reason=Reason.EPISODE_NOT_OPEN)
+        raise PreconditionFailed(f"no episode {request.episode_id}", reason=self.reason)
 
 
 @pytest.mark.parametrize(
-    ("episode_s", "failure", "num_played"),
-    [(1800.0, EnvironmentFailure.LOST, 5 + 2), (1e-3, EnvironmentFailure.TIMEOUT, 2)],
+    ("reason", "episode_s", "failure", "num_played"),
+    [
+        (Reason.EPISODE_NOT_OPEN, 1800.0, EnvironmentFailure.LOST, 5 + 2),
+        (Reason.EPISODE_NOT_OPEN, 1e-3, EnvironmentFailure.TIMEOUT, 2),
+        (Reason.RUN_NOT_OPEN, 1e-3, EnvironmentFailure.LOST, 5 + 2),
+    ],
 )
 async def test_an_episode_is_lost_five_times_before_that_uses_up_retries(
-    episode_s: float, failure: EnvironmentFailure, num_played: int
+    reason: Reason, episode_s: float, failure: EnvironmentFailure, num_played: int
 ) -> None:
-    """One that has taken all of its time was not lost: the service has ended it."""
+    """One that has taken all of its time was not lost, unless its service was: the service has ended it."""
     environment = Forgetful(ends_after(1))
+    environment.reason = reason
     settings = {"kind": "python", "path": "m:C", "max_retries": 1, "episode_s": episode_s, "on_failure": "fail"}
     request = PromptRequest(1, SamplingConfig(max_tokens=8), STAMP, STAMP.version)
     async with (
