@@ -158,6 +158,7 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
 _WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}|\$|\\[\[(]|\A\s*=")  # what is no formula as a whole
+_NAME = re.compile(r"[A-Za-z]\s*=")
 _BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
 _JOINS = re.compile(r"[,;]|and|or|\\q?quad")
 _BETWEEN = re.compile(
@@ -215,13 +216,15 @@ def _alike(gold: str, content: str) -> tuple[str, str]:
     """
     chosen = choice(gold), choice(content)
     if any(chosen):
-        place = 0 if any(map(_CHOICE.fullmatch, (gold, content))) else 1
+        # Of two with both, the letters too: the right value beside another letter is another choice.
+        is_other = chosen[0] and chosen[1] and chosen[0][0] != chosen[1][0]
+        place = 0 if is_other or any(map(_CHOICE.fullmatch, (gold, content))) else 1
         mine, theirs = (pair[place] if pair else side for pair, side in zip(chosen, (gold, content), strict=True))
         return mine, theirs
     names = named(gold), named(content)
-    if names[0] and not names[1]:
+    if names[0] and not _NAME.search(content):
         return f"({', '.join(names[0].values())})", content
-    if names[1] and not names[0]:
+    if names[1] and not _NAME.search(gold):
         return gold, ", ".join(names[1][name] for name in sorted(names[1]))
     return gold, content
 
