@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.errors import DataLoss
 from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Kind, place_in
 from services.coordinator.runs.reader import LedgerRow
@@ -177,12 +178,22 @@ class History:
             path = batch_path(self._run_dir, version)
             if self._is_deleted_batch(row):
                 self.num_deleted += 1
-            elif self._is_recorded(path, row):
-                both = {**self._selected.get(version, {}), **body}
-                self._require_none(self.samples.check(path, version, both, session.config))
-                calls = calls_path(self._run_dir, version)
-                if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
-                    self._require_none(check_calls(path, calls))
+                return
+            try:
+                self._check_batch(path, row)
+            except (DataLoss, FileNotFoundError):
+                # A run that goes on may have deleted it meanwhile, which is no damage: `verify` reads the rows again.
+                require(path.is_file(), _missing(path, row))
+                raise
+
+    def _check_batch(self, path: Path, row: LedgerRow) -> None:
+        if self._is_recorded(path, row):
+            version, body = row.required_version, row.body
+            both = {**self._selected.get(version, {}), **body}
+            self._require_none(self.samples.check(path, version, both, self._session.config))
+            calls = calls_path(self._run_dir, version)
+            if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
+                self._require_none(check_calls(path, calls))
 
     def _is_deleted_batch(self, row: LedgerRow) -> bool:
         later = itertools.takewhile(lambda deletion: deletion[0] > row.seq, self._deletions)
@@ -193,7 +204,7 @@ class History:
 
         Returns False if a coordinator may have been killed after it had replaced the file and before it wrote the row.
         """
-        require(path.is_file(), f"{path.name}, of a row {row.kind} of version {row.version}, is missing")
+        require(path.is_file(), _missing(path, row))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         may_be_new = (row.kind, row.version) in self._unrecorded
         is_same = digest == row.body[field]
@@ -296,6 +307,10 @@ class History:
 def _name_of(row: LedgerRow) -> str | None:
     """Returns the path or file that a row describes."""
     return row.body.get("path", row.body.get("file"))
+
+
+def _missing(path: Path, row: LedgerRow) -> str:
+    return f"{path.name}, of a row {row.kind} of version {row.version}, is missing"
 
 
 def _being_written(rows: Sequence[LedgerRow]) -> set[tuple[str, int]]:

@@ -1,7 +1,9 @@
 """Tests that a run deletes old batches if told to, can be resumed from each checkpoint, and verifies."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -13,6 +15,7 @@ from services.common.errors import NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.replay.record import Record
 from services.coordinator.runs.record import batch_path, batches_before, calls_path
+from services.coordinator.verify.samples import SampleChecks
 from services.coordinator.verify.session import verify
 from tests.coordinator.runs.killing import make_run, surviving_services
 
@@ -44,7 +47,9 @@ async def test_the_newest_batches_and_those_that_a_resume_needs_are_kept(
     assert (verdict.violation, verdict.num_deleted) == ("", NUM_STEPS - len(kept))
 
 
-async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_has(tmp_path: Path):
+async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = run_config(tmp_path, 1, 2)
     async with surviving_services() as services:
         await services.run(config)
@@ -57,7 +62,16 @@ async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_h
     assert verify(config.run_dir).violation == ""
     printed = CliRunner().invoke(app, ["verify", str(config.run_dir)]).output.replace("\n", " ")
     assert f"no violation; the batches of {verify(config.run_dir).num_deleted} steps were deleted" in printed
-    batch_path(config.run_dir, NUM_STEPS).unlink()  # not by the run
+    check = SampleChecks.check
+
+    def delete_and_check(self: SampleChecks, path: Path, *facts: Any) -> Iterator[str]:
+        path.unlink()
+        return check(self, path, *facts)
+
+    with monkeypatch.context() as patch:  # as if the run had deleted it while it is read
+        patch.setattr(SampleChecks, "check", delete_and_check)
+        assert "is missing" in verify(config.run_dir).violation
+    batch_path(config.run_dir, NUM_STEPS).unlink(missing_ok=True)  # not by the run
     assert "is missing" in verify(config.run_dir).violation
 
 
