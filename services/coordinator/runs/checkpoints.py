@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
 from services.common.config.operation import CheckpointConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.record import batches_before, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
@@ -278,5 +279,10 @@ class Checkpoints:
         if old := batches_before(self._run_dir, first_kept):
             await self._ledger.free()
             self._ledger.record(Kind.DELETED_BATCHES, first_kept)
-            for path in old:
-                path.unlink(missing_ok=True)
+            await asyncio.to_thread(_delete, old)
+
+
+def _delete(files: Sequence[Path]) -> None:
+    for path in files:
+        with writing(path):
+            path.unlink(missing_ok=True)
