@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from services.common.config.data import DataConfig
 from services.common.config.load import load
 from services.common.config.run import Config
-from services.common.errors import InvalidInput, NotFound
+from services.common.errors import InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.cli import data as cli
 from services.coordinator.data.prepare.convert import ConversionOptions, convert
 from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
@@ -259,7 +259,7 @@ def test_a_failed_write_leaves_the_old_files(tmp_path):
     old = pa.table({"prompt": ["old"]})
     parquet.write_tables({tmp_path / "train.parquet": old, tmp_path / "test.parquet": old})
     (tmp_path / "blocked").touch()
-    with pytest.raises(OSError, match="blocked"):
+    with pytest.raises(PreconditionFailed, match="blocked cannot be written"):
         parquet.write_tables(
             {tmp_path / "train.parquet": pa.table({"prompt": ["new"]}), tmp_path / "blocked" / "x": old}
         )

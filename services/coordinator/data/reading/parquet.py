@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -118,7 +119,8 @@ def write_tables(tables: Mapping[Path, pa.Table]) -> None:
             partial[path].replace(path)
     finally:
         for path in partial.values():
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):  # the latter if the directory is a file
+                path.unlink()
 
 
 def _write_synced(table: pa.Table, path: Path) -> None:
