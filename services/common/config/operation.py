@@ -95,7 +95,8 @@ class CheckpointConfig(Strict):
     max_batches_to_keep: int | None = Field(default=None, ge=1)
     """Number of batches to keep in the run's directory, with the agents' calls beside them; null keeps all. Older ones
     are deleted after a checkpoint, except those of the steps after the oldest checkpoint that max_ckpts_to_keep keeps,
-    because a resumed run trains on them again. `lockstep verify` and `replay` do without what was deleted."""
+    because a resumed run trains on them again, and with trainer.lag those that were sampled before the best checkpoint
+    and trained on after it. `lockstep verify` and `replay` do without what was deleted."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""

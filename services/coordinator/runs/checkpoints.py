@@ -4,6 +4,7 @@ scored alike, and tells whether they have stopped improving.
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -12,7 +13,6 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from services.common.config.operation import CheckpointConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
-from services.coordinator.runs.record import batches_before, sha256_of
+from services.coordinator.runs.record import batch_path, batches_before, calls_path, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _changes(before: Versions, now: Versions) -> Iterator[tuple[str, str, str]]:
     for name in (name for name in sets if sets_now.get(name, sets[name]) != sets[name]):
         yield f"evaluation.sets.{name}", sets[name], sets_now[name]
     for what in ("scorer", "environment"):
-        for old, new in zip_longest(before[what].split(" + "), now[what].split(" + "), fillvalue=""):
+        for old, new in itertools.zip_longest(before[what].split(" + "), now[what].split(" + "), fillvalue=""):
             if old != new:
                 yield what, old or "none", new or "none"
 
@@ -276,10 +276,24 @@ class Checkpoints:
             return
         oldest_saved = sorted({row["version"] for row in saved})[-self._config.max_ckpts_to_keep :][0]
         first_kept = min(oldest_saved, newest["version"] - self._config.max_batches_to_keep + 1)
-        if old := batches_before(self._run_dir, first_kept):
+        best = self.best()
+        needed = {*self._sampled_before(best["version"])} if best else set[Path]()
+        if old := [path for path in batches_before(self._run_dir, first_kept) if path not in needed]:
             await self._ledger.free()
             self._ledger.record(Kind.DELETED_BATCHES, first_kept)
             await asyncio.to_thread(_delete, old)
+
+    def _sampled_before(self, version: int) -> Iterator[Path]:
+        """Yields the files of the batches that update `version` and later ones, but were sampled before it.
+
+        With a lag, a run that goes back to this checkpoint trains on them, and cannot sample them again.
+        """
+        for later in itertools.count(version):
+            collected = self._ledger.last(Kind.COLLECTED, later)
+            if collected is None or collected.get("drawn", later) >= version:
+                return
+            yield batch_path(self._run_dir, later)
+            yield calls_path(self._run_dir, later)
 
 
 def _delete(files: Sequence[Path]) -> None:

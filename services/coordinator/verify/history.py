@@ -176,15 +176,16 @@ class History:
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
             path = batch_path(self._run_dir, version)
-            if self._is_deleted_batch(row):
-                self.num_deleted += 1
-                return
+            is_old = self._is_deleted_batch(row)
             try:
-                self._check_batch(path, row)
-            except (DataLoss, FileNotFoundError):
+                if path.is_file() or not is_old:
+                    self._check_batch(path, row)
+            except (DataLoss, FileNotFoundError, ViolationError):
                 # A run that goes on may have deleted it meanwhile, which is no damage: `verify` reads the rows again.
-                require(path.is_file(), _missing(path, row))
-                raise
+                require(is_old or path.is_file(), _missing(path, row))
+                if path.is_file():
+                    raise
+            self.num_deleted += not path.is_file()
 
     def _check_batch(self, path: Path, row: LedgerRow) -> None:
         if self._is_recorded(path, row):

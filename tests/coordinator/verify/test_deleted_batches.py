@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from services.common.config.evaluation import BestConfig
 from services.common.config.operation import CheckpointConfig
 from services.common.config.run import Config
 from services.common.errors import NotFound
@@ -73,6 +74,21 @@ async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_h
         assert "is missing" in verify(config.run_dir).violation
     batch_path(config.run_dir, NUM_STEPS).unlink(missing_ok=True)  # not by the run
     assert "is missing" in verify(config.run_dir).violation
+
+
+async def test_with_a_lag_the_best_checkpoint_keeps_what_was_sampled_before_it(tmp_path: Path):
+    lagged = {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine", "clip_dual": 3.0}}
+    config = make_run(tmp_path, NUM_STEPS, trainer=lagged)
+    kept = {"max_ckpts_to_keep": 1, "max_batches_to_keep": 1, "keep_best": BestConfig(metric="eval/test/reward")}
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=kept)})
+    async with surviving_services() as services:
+        await services.run(config)
+        best, newest = sorted((config.run_dir / "checkpoints").iterdir())
+        assert (best.name, newest.name) == ("step-000001", f"step-{NUM_STEPS:06d}")  # all rewards are equal
+        assert batches(config.run_dir) == [1, NUM_STEPS - 1]
+        assert (verify(config.run_dir).violation, verify(config.run_dir).num_deleted) == ("", NUM_STEPS - 2)
+        await services.run(config.model_copy(update={"resume": str(best), "num_steps": NUM_STEPS + 1}))
+    assert verify(config.run_dir).violation == ""
 
 
 def test_the_calls_of_a_batch_are_deleted_with_it(tmp_path: Path):
