@@ -105,5 +105,25 @@ def test_the_tokenizer_of_the_coordinator_needs_no_torch() -> None:
     assert (done.returncode, done.stdout) == (0, "2 []\n{} True\n"), done.stderr
 
 
+def test_threads_import_it_at_the_same_moment() -> None:
+    """A daemon reads the data of two runs that start together, each in a thread."""
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from services.coordinator.compat.without_torch import import_tensorboardx, import_transformers\n"
+        "def load(number):\n"
+        "    if number == 2:\n"
+        "        return import_tensorboardx()\n"
+        "    import_transformers()\n"
+        "    from transformers import AutoTokenizer\n"
+        "with ThreadPoolExecutor(4) as threads:\n"
+        "    list(threads.map(load, range(4)))\n"
+        "from importlib.metadata import packages_distributions\n"
+        "print(sorted({'torch'} & sys.modules.keys()), bool(packages_distributions()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[] True\n"), done.stderr
+
+
 def test_no_public_function_compiles_a_template() -> None:
     assert not hasattr(chat_template_utils, "compile_jinja_template")  # else use that

@@ -10,15 +10,19 @@ tensorboardX 2.6.5.
 import importlib.metadata
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jinja2
 
+# A daemon reads the data of several runs in threads, and what is changed here meanwhile is the whole process's.
+_importing = threading.Lock()
+
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Makes imports of torch fail in the block, unless this process has imported it."""
+    """Makes imports of torch fail in the block, unless this process has imported it. The caller holds `_importing`."""
     if "torch" in sys.modules:
         yield
         return
@@ -30,14 +34,19 @@ def _without_torch() -> Iterator[None]:
 
 
 def import_tensorboardx() -> None:
-    with _without_torch():
+    with _importing, _without_torch():
         import tensorboardX  # noqa: F401
 
 
 def import_transformers() -> None:
     """Imports the tokenizers of transformers. A process that also runs models imports torch first; then it is used."""
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        return
+    with _importing:
+        # Only then does a module that is listed count as imported: another thread may be in the middle of it.
+        if not ("torch" in sys.modules or "transformers" in sys.modules):
+            _import_transformers()
+
+
+def _import_transformers() -> None:
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
     read_all, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, dict
     try:
