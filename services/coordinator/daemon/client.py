@@ -2,8 +2,10 @@
 table of all runs.
 """
 
+import asyncio
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -36,6 +38,7 @@ _CALL_TIMEOUT_S = 30.0
 _STREAM_TIMEOUT_S = 3600.0
 # How long to wait for a restarted daemon.
 _RECONNECT_TIMEOUT_S = 60.0
+_RECONNECT_PAUSE_S = 0.5
 
 
 class Coordinator:
@@ -131,12 +134,18 @@ class Coordinator:
         """Waits until the daemon answers again."""
         log.info("%s; waiting for the coordinator to come back", error.message)
         request, limit_s = pb.GetRunRequest(name=name), _RECONNECT_TIMEOUT_S
-        try:
-            await self._client.call(CoordinatorService.GetRun, request, timeout_s=limit_s, wait_for_ready=True)
-        except (Unavailable, DeadlineExceeded) as timeout:
-            raise Unavailable(
-                f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
-            ) from timeout
+        deadline = time.monotonic() + limit_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                await self._client.call(CoordinatorService.GetRun, request, timeout_s=left_s, wait_for_ready=True)
+                return
+            except (Unavailable, DeadlineExceeded) as lost:
+                # gRPC may send the call on the connection that has just been lost, which it does not know yet.
+                if time.monotonic() + _RECONNECT_PAUSE_S >= deadline:
+                    message = f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
+                    raise Unavailable(message) from lost
+            await asyncio.sleep(_RECONNECT_PAUSE_S)
 
 
 _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from services.common.config.run import Config
 from services.common.errors import InternalError, InvalidInput, NotFound, PreconditionFailed, Unavailable
+from services.common.rpc.client import Client
 from services.coordinator.daemon import runs as runs_module
 from services.coordinator.daemon.client import Coordinator, follow
 from services.coordinator.daemon.runs import Runs
@@ -243,6 +244,32 @@ async def test_a_watcher_comes_back_after_a_break(here: Daemon, fakes: Fakes):
     await coordinator.__aexit__()
     await client.close()
     assert (steps(heard), heard[-1].run.state) == (ALL_STEPS, FINISHED)
+
+
+async def test_a_watcher_waits_although_its_call_met_the_end_of_the_connection(
+    here: Daemon, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+):
+    call, lost = Client.call, list[object]()
+
+    async def first_is_lost(self: Client, method, request, **options):
+        if method is CoordinatorService.GetRun and options.get("wait_for_ready") and not lost:
+            lost.append(request)
+            raise Unavailable("GetRun: Socket closed")
+        return await call(self, method, request, **options)
+
+    monkeypatch.setattr(Client, "call", first_is_lost)
+    fakes.trainer.hold_after(1)
+    await here.run(fakes)
+    watcher = here.watcher()
+    await watcher.until(lambda answer: answer.HasField("step"))
+    await here.break_off()
+    fakes.trainer.let_go()
+    coordinator, client = here.coordinator, here.client
+    await until(lambda: bool(lost))
+    await here.start()
+    assert steps(await watcher.end()) == ALL_STEPS
+    await coordinator.__aexit__()
+    await client.close()
 
 
 async def test_logs_of_one_service_as_they_are_written(here: Daemon, fakes: Fakes):
