@@ -71,11 +71,13 @@ class Probe:
         began = time.monotonic()
         deadline = threading.Timer(timeout_s, self._process.kill)  # readline has no limit, but ends with the process
         deadline.start()
-        with suppress(BrokenPipeError):  # it may have ended, also with an answer
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        deadline.cancel()
+        try:
+            with suppress(BrokenPipeError):  # it may have ended, also with an answer
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        finally:  # also after Ctrl-C: this process would not end before a timer that still runs
+            deadline.cancel()
         if not line and time.monotonic() - began >= timeout_s:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
         answer = json.loads(line) if line else {"error": self._last_words()}

@@ -1,6 +1,8 @@
 """Tests probes: their answers, and that prompts are measured, shown and dropped with the tools that they are sent with,
 before anything starts."""
 
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,3 +126,29 @@ def test_an_answer_counts_although_the_process_that_gave_it_has_ended() -> None:
     with Probe(("-c", "print('{}')")) as probe:
         probe._process.wait(PATIENCE_S)
         assert probe.ask({}, PATIENCE_S) == {}
+
+
+# It interrupts its parent after it was asked, and never answers.
+_INTERRUPTS = "import os, signal; input(); os.kill(os.getppid(), signal.SIGUSR1); input()"
+
+
+def test_an_interrupted_probe_does_not_keep_this_process_until_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[threading.Timer] = []
+
+    class Noted(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+            super().start()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Timer", Noted)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), Probe(("-c", _INTERRUPTS), end_s=1.0) as probe:
+            probe.ask({}, PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    timers[0].join(1.0)
+    assert not timers[0].is_alive()
