@@ -2,12 +2,11 @@
 table of all runs.
 """
 
-import asyncio
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -38,7 +37,6 @@ _CALL_TIMEOUT_S = 30.0
 _STREAM_TIMEOUT_S = 3600.0
 # How long to wait for a restarted daemon.
 _RECONNECT_TIMEOUT_S = 60.0
-_RECONNECT_PAUSE_S = 0.5
 
 
 class Coordinator:
@@ -134,18 +132,15 @@ class Coordinator:
         """Waits until the daemon answers again."""
         log.info("%s; waiting for the coordinator to come back", error.message)
         request, limit_s = pb.GetRunRequest(name=name), _RECONNECT_TIMEOUT_S
-        deadline = time.monotonic() + limit_s
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
+        call = partial(self._client.call, CoordinatorService.GetRun, request, timeout_s=limit_s, wait_for_ready=True)
+        try:
             try:
-                await self._client.call(CoordinatorService.GetRun, request, timeout_s=left_s, wait_for_ready=True)
-                return
-            except (Unavailable, DeadlineExceeded) as lost:
-                # gRPC may send the call on the connection that has just been lost, which it does not know yet.
-                if time.monotonic() + _RECONNECT_PAUSE_S >= deadline:
-                    message = f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
-                    raise Unavailable(message) from lost
-            await asyncio.sleep(_RECONNECT_PAUSE_S)
+                await call()
+            except Unavailable:  # it may have been sent on the lost connection, before gRPC knew that it is lost
+                await call()
+        except (Unavailable, DeadlineExceeded) as lost:
+            message = f"lost the coordinator at {self.address}, and it did not come back within {limit_s:g} s"
+            raise Unavailable(message) from lost
 
 
 _MIN_DIRECTORY = 20  # in columns; a narrower path column would fold a path into too many lines to read
