@@ -100,7 +100,7 @@ def check_scorers(reward: RewardConfig, groups: Sequence[Sequence[Mapping[str, o
     if not failed:
         found = [f"imported {path}" for path in paths] or ["started"]
         rewards = ", ".join(f"{outcome['reward']:g}" for outcome in outcomes[::2])
-        found += [f"the answers of the first rows have rewards {rewards}"] if rewards else []
+        found += [f"the answers of the first rows have rewards {rewards}" if rewards else "no row was scored"]
         return Finding("scorers", "; ".join(found))
     sample, why = failed[0]
     which = f"for the completion {sample['completion']!r:.80} of the prompt {sample['prompt']!r:.80}"
