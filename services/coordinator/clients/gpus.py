@@ -14,6 +14,7 @@ from pathlib import Path
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, Unavailable
+from services.common.tasks import keep
 
 Switch = Callable[[], Awaitable[None]]
 
@@ -70,9 +71,7 @@ class SharedGpus(OwnGpus):
             yield
         finally:
             self._num_holders -= 1
-            task = asyncio.create_task(self._notify())  # a canceled caller must not wait for the lock
-            self._notifying.add(task)
-            task.add_done_callback(self._notifying.discard)
+            keep(self._notifying, self._notify())  # a canceled caller must not wait for the lock
 
     @asynccontextmanager
     async def passing_to_engines(self) -> AsyncIterator[Side]:

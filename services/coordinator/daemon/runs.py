@@ -19,6 +19,7 @@ from services.common.errors import InvalidInput, LockstepError, NotFound, Precon
 from services.common.rpc.address import require_secure
 from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.tasks import keep
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.daemon.history import Event, event_of, read_events, read_run, state_name
 from services.coordinator.daemon.logs import logging_to, read_log
@@ -189,9 +190,7 @@ class Runs:
         self._require_gpus(config, addresses)
         in_progress = RunInProgress(config.model_copy(update={"runs_dir": self.directory}), addresses)
         self.running[config.name] = in_progress
-        task = asyncio.create_task(self._finish(in_progress))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep(self._tasks, self._finish(in_progress))
         return in_progress.state
 
     async def get(self, name: str) -> pb.Run:

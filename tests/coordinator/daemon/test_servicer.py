@@ -20,7 +20,17 @@ from services.coordinator.daemon.client import Coordinator, follow
 from services.coordinator.daemon.runs import Runs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.frontend import Outcome
-from tests.coordinator.daemon.harness import MODEL, NUM_STEPS, Daemon, Fakes, daemon, fake_services, run_settings, steps
+from tests.coordinator.daemon.harness import (
+    MODEL,
+    NUM_STEPS,
+    Daemon,
+    Fakes,
+    Watcher,
+    daemon,
+    fake_services,
+    run_settings,
+    steps,
+)
 from tests.support import PATIENCE_S, raises, until
 
 STARTING, STOPPING, FINISHED = pb.RUN_STATE_STARTING, pb.RUN_STATE_STOPPING, pb.RUN_STATE_FINISHED
@@ -229,13 +239,18 @@ async def test_a_slow_watcher_holds_nobody_and_misses_no_step(here: Daemon, fake
     assert (first.run.state, rest[-1].run.state) == (STARTING, FINISHED)
 
 
-async def test_a_watcher_comes_back_after_a_break(here: Daemon, fakes: Fakes):
+async def broken_off_after_a_step(here: Daemon, fakes: Fakes) -> Watcher:
     fakes.trainer.hold_after(1)
     await here.run(fakes)
     watcher = here.watcher()
     await watcher.until(lambda answer: answer.HasField("step"))
     await here.break_off()
     fakes.trainer.let_go()
+    return watcher
+
+
+async def test_a_watcher_comes_back_after_a_break(here: Daemon, fakes: Fakes):
+    watcher = await broken_off_after_a_step(here, fakes)
     async with asyncio.timeout(PATIENCE_S):
         await here.runs.running["run"].ended.wait()
     coordinator, client = here.coordinator, here.client
@@ -258,12 +273,7 @@ async def test_a_watcher_waits_although_its_call_met_the_end_of_the_connection(
         return await call(self, method, request, **options)
 
     monkeypatch.setattr(Client, "call", first_is_lost)
-    fakes.trainer.hold_after(1)
-    await here.run(fakes)
-    watcher = here.watcher()
-    await watcher.until(lambda answer: answer.HasField("step"))
-    await here.break_off()
-    fakes.trainer.let_go()
+    watcher = await broken_off_after_a_step(here, fakes)
     coordinator, client = here.coordinator, here.client
     await until(lambda: bool(lost))
     await here.start()
