@@ -55,6 +55,21 @@ def storage_error(
     )
 
 
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends, or is deleted if the block raises."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file of text, which is there as a whole or as it was before. A link, a pipe or a device stays one.
 
@@ -67,17 +82,8 @@ def write_whole(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return
-        target = Path(os.path.realpath(path))
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(content)
-                # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(Path(os.path.realpath(path))) as file:
+            file.write(content)
 
 
 def is_there(path: Path, *, field: str) -> bool:

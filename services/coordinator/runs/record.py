@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import re
 import uuid
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import PreconditionFailed
-from services.common.files.storage import writing
+from services.common.files.storage import replacing, writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
 
@@ -191,20 +190,12 @@ def batches_before(run_dir: Path, version: int) -> list[Path]:
 
 def _write_parquet(table: pa.Table, path: Path) -> None:
     """Writes `table` to `path`, where a file is always complete and on disk."""
-    partial = path.with_suffix(".partial")
     # Building dictionaries of lists and bytes would double the time and save nothing.
     scalars = [field.name for field in table.schema if not _is_large(field.type)]
-    try:
-        with partial.open("wb") as file:
-            # The size of a page, which must be below 2 GiB, is looked at only after so many rows, of which one
-            # may have 256 MiB (MAX_MESSAGE_BYTES).
-            pq.write_table(table, file, compression="zstd", use_dictionary=scalars, write_batch_size=4)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except (OSError, pa.ArrowException):
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        # The size of a page, which must be below 2 GiB, is looked at only after so many rows, of which one
+        # may have 256 MiB (MAX_MESSAGE_BYTES).
+        pq.write_table(table, file, compression="zstd", use_dictionary=scalars, write_batch_size=4)
 
 
 def _is_large(kind: pa.DataType) -> bool:

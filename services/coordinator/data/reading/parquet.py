@@ -1,15 +1,14 @@
 """Reads Parquet files with errors that name the file, and writes them atomically."""
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import writing
+from services.common.files.storage import replacing, writing
 from services.coordinator.data.reading.record import Record, Unusable
 
 _ROWS_AT_ONCE = 4096
@@ -110,23 +109,10 @@ def write_tables(tables: Mapping[Path, pa.Table]) -> None:
     Raises:
         PreconditionFailed: STORAGE_FAILED.
     """
-    partial = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in tables}
-    try:
+    with ExitStack() as renamed:
         for path, table in tables.items():
-            with writing(path):
-                _write_synced(table, partial[path])
-        for path in tables:
-            partial[path].replace(path)
-    finally:
-        for path in partial.values():
-            with suppress(FileNotFoundError, NotADirectoryError):  # the latter if the directory is a file
-                path.unlink()
-
-
-def _write_synced(table: pa.Table, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
-        # Synced before it is renamed, or the host's crash could leave an empty file in place of the old one.
-        file.flush()
-        os.fsync(file.fileno())
+            renamed.enter_context(writing(path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = renamed.enter_context(replacing(path))
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
