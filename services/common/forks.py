@@ -58,12 +58,12 @@ class Forked:
             return
         loop = asyncio.get_running_loop()
 
-        def gone() -> None:
+        def on_gone() -> None:
             loop.remove_reader(alive)
             os.close(alive)
             self.end(-signal.SIGKILL)
 
-        loop.add_reader(alive, gone)
+        loop.add_reader(alive, on_gone)
 
     async def wait(self) -> int:
         """Returns the exit code, or minus the signal that ended the process."""
@@ -109,12 +109,12 @@ class Forks:
         """
         asked = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
-        self._order(_Order(module, list(args), str(log_path), dict(env)))
+        self._send_order(_Order(module, list(args), str(log_path), dict(env)))
         return await asked
 
     def preload(self, module: str) -> None:
         """Begins to import what a service needs, before it is started."""
-        self._order(_Order(module))
+        self._send_order(_Order(module))
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +124,7 @@ class Forks:
             process.end(-signal.SIGKILL)
         self._output.close()
 
-    def _order(self, order: "_Order") -> None:
+    def _send_order(self, order: "_Order") -> None:
         self._socket = self._socket or self._open()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the end of its parent is noticed below
             self._socket.send(json.dumps(asdict(order)).encode())
@@ -228,15 +228,15 @@ class _Parent:
         while True:
             for descriptor, _ in self._poller.poll():
                 if descriptor in self._pids:
-                    self._bury(descriptor)
+                    self._report_end(descriptor)
                     continue
                 message = self._orders.recv(_MESSAGE_BYTES)
                 if not message:
                     return None
-                if run := self._obey(_Order(**json.loads(message))):
+                if run := self._execute(_Order(**json.loads(message))):
                     return run
 
-    def _obey(self, order: _Order) -> Callable[[], None] | None:
+    def _execute(self, order: _Order) -> Callable[[], None] | None:
         """Returns what to run if this is the fork."""
         module = import_module(f"{order.module}.__main__")
         module.preload()
@@ -251,18 +251,18 @@ class _Parent:
         descriptor = os.pidfd_open(pid)
         self._pids[descriptor] = pid
         self._poller.register(descriptor, select.POLLIN)
-        self._tell({"pid": pid})
+        self._answer({"pid": pid})
         return None
 
-    def _bury(self, descriptor: int) -> None:
+    def _report_end(self, descriptor: int) -> None:
         """Tells how a forked process has ended."""
         self._poller.unregister(descriptor)
         os.close(descriptor)
         pid = self._pids.pop(descriptor)
         _, status = os.waitpid(pid, 0)
-        self._tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        self._answer({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _tell(self, answer: Mapping[str, int]) -> None:
+    def _answer(self, answer: Mapping[str, int]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then the next message is empty
             self._orders.send(json.dumps(answer).encode())
 

@@ -73,10 +73,10 @@ async def scorers(requests: Requests) -> Answers:
             scored = [outcome for group in groups for outcome in await run.score(group)]
         finally:
             await run.close()
-        yield {"outcomes": [_told(outcome) for outcome in scored]}
+        yield {"outcomes": [_outcome_fields(outcome) for outcome in scored]}
 
 
-def _told(outcome: Outcome) -> dict[str, object]:
+def _outcome_fields(outcome: Outcome) -> dict[str, object]:
     if why := outcome.failure:
         return {"failure": f"{outcome.failed_scorer} fails with {why.reason}: {why.detail}"}
     return {"reward": outcome.reward}

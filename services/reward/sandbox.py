@@ -91,8 +91,8 @@ def filter_program(*, has_loopback: bool = False) -> bytes:
         (_JUMP_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
         # clone3 has its flags in memory, which a filter cannot read. With ENOSYS, libc falls back to clone.
-        *_when(_CLONE3, errno.ENOSYS),
-        *(step for number in denied for step in _when(number, errno.EPERM)),
+        *_deny(_CLONE3, errno.ENOSYS),
+        *(step for number in denied for step in _deny(number, errno.EPERM)),
         *(only_families if has_loopback else ()),
         (_JUMP_EQUAL, 0, 3, _CLONE[machine]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
@@ -103,7 +103,7 @@ def filter_program(*, has_loopback: bool = False) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
 
 
-def _when(number: int, error: int) -> list[tuple[int, int, int, int]]:
+def _deny(number: int, error: int) -> list[tuple[int, int, int, int]]:
     return [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
 
 
@@ -285,8 +285,8 @@ class Sandbox:
         standard = Path(sysconfig.get_path("stdlib"))
         for file in (Path(PYTHON), *prefix.glob("lib/libpython*.so*")):
             (folder / file.relative_to(prefix)).parent.mkdir(exist_ok=True)
-            _link(file, folder / file.relative_to(prefix))
-        shutil.copytree(standard, folder / standard.relative_to(prefix), ignore=_NOT_NEEDED, copy_function=_link)
+            _place_copy(file, folder / file.relative_to(prefix))
+        shutil.copytree(standard, folder / standard.relative_to(prefix), ignore=_NOT_NEEDED, copy_function=_place_copy)
         return folder
 
 
@@ -306,7 +306,7 @@ def _compile(folder: Path) -> None:
         shutil.copy(package / "__init__.pyc", parent)
 
 
-def _link(source: str | Path, target: str | Path) -> None:
+def _place_copy(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system

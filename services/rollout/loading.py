@@ -104,7 +104,7 @@ class Recorder(OperatorWatch):
         if func is torch.ops.aten.copy_.default:
             self._see_copy(*inputs)
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self._between[_address(inputs[0])][_place(inputs[0])] = None
+            self._between[_address(inputs[0])][_place_of(inputs[0])] = None
         elif not is_view and any(map(self._is_weight, known)):
             self._refuse(f"{func} computes with a weight")
         for address in new:
@@ -112,15 +112,15 @@ class Recorder(OperatorWatch):
 
     def _see_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         address, source_address = _address(target), _address(source)
-        if address == source_address and _place(target) == _place(source) and address not in self._engine:
+        if address == source_address and _place_of(target) == _place_of(source) and address not in self._engine:
             return  # a copy onto itself before the weight reaches the engine, which vLLM makes for experts
         if source_address in self._buckets:
             if target.dtype != source.dtype or target.shape != source.shape:
                 self._refuse(f"{tuple(source.shape)} {source.dtype} is converted when loaded")
-            piece = Piece(self._buckets[source_address], source.dtype, _place(source))
+            piece = Piece(self._buckets[source_address], source.dtype, _place_of(source))
             copy = Copy(piece, target.untyped_storage(), _offset(target), target.stride())
             # A second copy to the same place replaces the first, because vLLM loads a bias twice.
-            self._between[address][_place(target)] = copy
+            self._between[address][_place_of(target)] = copy
         elif self._is_loading(source_address):
             self._move(target, source)
         elif self._is_weight(address) or self._is_weight(source_address):
@@ -161,7 +161,7 @@ def _offset(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _place(tensor: torch.Tensor) -> Place:
+def _place_of(tensor: torch.Tensor) -> Place:
     return Place(_offset(tensor), tuple(tensor.shape), tensor.stride())
 
 

@@ -138,8 +138,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             return [
                 seal(request, message)
                 for message in (
-                    *_parts("routed_experts", group, samples),
-                    *_parts("sampling_mask", group, samples),
+                    *_split_recorded("routed_experts", group, samples),
+                    *_split_recorded("sampling_mask", group, samples),
                     group,
                 )
             ]
@@ -342,7 +342,7 @@ def _group(prompt_id: str, samples: Sequence[Sample], stamp: PolicyStamp) -> rol
     )
 
 
-def _parts(
+def _split_recorded(
     name: Literal["routed_experts", "sampling_mask"], group: rollout_pb2.GenerateResponse, samples: Sequence[Sample]
 ) -> Iterator[rollout_pb2.GenerateResponse]:
     """Yields the messages with the group's routed experts or sampling masks, which come before the group; none if it

@@ -302,7 +302,7 @@ Request = pb.ReleaseMemoryRequest | pb.AcquireMemoryRequest
 
 async def release(ranks: Ranks, request: pb.ReleaseMemoryRequest, roles: Mapping[Role, OpenRole]) -> list[DeviceMemory]:
     """Moves parts to host memory on all ranks, unless they can stay. Returns the memory of each rank."""
-    named, parts = _roles(request, roles), _parts(request)
+    named, parts = _roles(request, roles), _requested_parts(request)
     for role in named:  # first: a call that asks from now on would run after this one
         roles[role].released.update(parts)
     least = request.least_free_bytes
@@ -317,14 +317,14 @@ async def acquire(ranks: Ranks, request: pb.AcquireMemoryRequest, roles: Mapping
         Overloaded: OUT_OF_MEMORY, a device has too little; other ranks may have moved theirs. All parts still count as
             released, and both calls may be repeated.
     """
-    named, parts = _roles(request, roles), _parts(request)
+    named, parts = _roles(request, roles), _requested_parts(request)
     answers = await ranks.call(Worker.acquire_memory, roles=named, model_parts=parts)
     for role in named:
         roles[role].released.difference_update(parts)
     return [DeviceMemory.FromString(answer.frames[0]) for answer in answers]
 
 
-def _parts(request: Request) -> Sequence[Part]:
+def _requested_parts(request: Request) -> Sequence[Part]:
     if not request.parts or not all(part in _PARTS for part in request.parts):
         raise InvalidInput("parts: name optimizer, parameters or both", field="parts")
     return [_PARTS[part] for part in request.parts]

@@ -81,7 +81,7 @@ def _reference(config: PretrainedConfig, sequences: list[torch.Tensor]) -> Refer
         model = make_model(config, dtype=torch.float32).eval()
     model.set_attn_implementation("eager")  # others leave out what their kernels lack, such as Gemma 2's caps
     _randomize(model)
-    return Reference(model, sequences, [_alone(model, sequence) for sequence in sequences])
+    return Reference(model, sequences, [_sequence_logprobs(model, sequence) for sequence in sequences])
 
 
 def shrink(config: PretrainedConfig, *, width: int = 0) -> PretrainedConfig:
@@ -187,6 +187,6 @@ def _randomize(model: nn.Module) -> None:
                 parameter.copy_(noise * 2 * (3 / parameter.shape[-1]) ** 0.5)  # scores large enough for a cap
 
 
-def _alone(model: PreTrainedModel, sequence: torch.Tensor) -> torch.Tensor:
+def _sequence_logprobs(model: PreTrainedModel, sequence: torch.Tensor) -> torch.Tensor:
     logits = model(input_ids=sequence[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, sequence[1:, None])[:, 0]

@@ -124,7 +124,7 @@ def _logits_of(causal_lm: PreTrainedModel, parts: Structure) -> dict[str, float]
     if len(fake.inputs) != 1 or fake.inputs[0].shape != hidden.shape or returned.shape != logits.shape:
         raise _refusal(f"model_type {causal_lm.config.model_type}, whose logits are not those of its output layer,")
     before, scale = _ratio(fake.inputs[0], hidden), _ratio(returned[0, 0], logits[0, 0])
-    for softcap in (0.0, *_caps(causal_lm)):
+    for softcap in (0.0, *_possible_softcaps(causal_lm)):
         capped = softcap * torch.tanh(scale * logits / softcap) if softcap else scale * logits
         if torch.allclose(returned, capped, rtol=1e-4, atol=0):
             return {"scale": before * scale, "softcap": softcap}
@@ -138,7 +138,7 @@ def _ratio(got: torch.Tensor, given: torch.Tensor) -> float:
     return round(ratio, 6) if abs(ratio - round(ratio, 6)) < 1e-6 * abs(ratio) else ratio
 
 
-def _caps(causal_lm: PreTrainedModel) -> Iterator[float]:
+def _possible_softcaps(causal_lm: PreTrainedModel) -> Iterator[float]:
     """Yields every number of the config, one of which the cap must be."""
     for value in causal_lm.config.get_text_config().to_dict().values():
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:

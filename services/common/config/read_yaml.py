@@ -230,9 +230,11 @@ def in_words(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         return f"must be {context['expected']}, not {value!r}"
     if kind == "union_tag_invalid":
-        return f"{_bare(context['discriminator'])} {context['tag']!r} is none of {_bare(context['expected_tags'])}"
+        return (
+            f"{_unquoted(context['discriminator'])} {context['tag']!r} is none of {_unquoted(context['expected_tags'])}"
+        )
     if kind == "union_tag_not_found":
-        return f"{_bare(context['discriminator'])} is required and not set"
+        return f"{_unquoted(context['discriminator'])} is required and not set"
     if kind in ("too_short", "too_long"):
         bound, limit = ("at least", "min_length") if kind == "too_short" else ("at most", "max_length")
         return f"must have {bound} {context[limit]} entries, not {context['actual_length']}"
@@ -241,5 +243,5 @@ def in_words(detail: ErrorDetails) -> str:
     return f"{re.sub('^(Input|String|Value) should ', 'must ', detail['msg'])}, not {value!r}"
 
 
-def _bare(quoted: str) -> str:
+def _unquoted(quoted: str) -> str:
     return quoted.replace("'", "")

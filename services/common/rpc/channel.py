@@ -114,7 +114,7 @@ async def require_mutual_trust(address: str, tls: Credentials | None, name: str 
         if tls is None:
             why = "the service requires mTLS: pass --tls with a certificate"
     except ssl.SSLError as error:
-        why = _why(error, name or host) if tls else ""
+        why = _tls_problem(error, name or host) if tls else ""
     except OSError as error:  # includes unknown names, and timeouts, which have no message
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     if why:
@@ -146,7 +146,7 @@ def _context(tls: Credentials | None) -> ssl.SSLContext:
     return context
 
 
-def _why(error: ssl.SSLError, host: str) -> str:
+def _tls_problem(error: ssl.SSLError, host: str) -> str:
     if not isinstance(error, ssl.SSLCertVerificationError):
         return f"the TLS handshake failed ({error.reason}): is the service started with --tls?"
     if "mismatch" in error.verify_message:

@@ -222,9 +222,9 @@ class NotedCall:
         """Returns `request`, whose parts are noted as they are sent, if it is a stream."""
         if self._history is None or isinstance(request, Message):
             return request
-        return self._parts(self._history, request)
+        return self._noting_sent(self._history, request)
 
-    async def _parts(self, history: CallHistory, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+    async def _noting_sent(self, history: CallHistory, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         async for message in messages:
             if ids := ids_of(message):
                 history.put({"n": self._number, "sent": ids})

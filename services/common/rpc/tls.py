@@ -144,7 +144,7 @@ class Credentials:
     def __init__(self, directory: Path):
         """Reads the directory."""
         self.directory = directory
-        self._signature = self._sign()
+        self._signature = self._file_states()
         self._identity = read_identity(directory)
         if self._identity.expires <= datetime.datetime.now(datetime.UTC):
             raise InvalidInput(
@@ -155,7 +155,7 @@ class Credentials:
 
     def current(self) -> Identity:
         """Returns the newest identity. While the files are being replaced, it returns the previous one."""
-        if (signature := self._sign()) == self._signature:
+        if (signature := self._file_states()) == self._signature:
             return self._identity
         self._signature = signature  # taken before reading, so that a later write is noticed next time
         try:
@@ -189,7 +189,7 @@ class Credentials:
 
         return grpc.dynamic_ssl_server_credentials(_configuration(served), fetch, require_client_authentication=True)
 
-    def _sign(self) -> list[tuple[int, int, int]]:
+    def _file_states(self) -> list[tuple[int, int, int]]:
         signature: list[tuple[int, int, int]] = []
         for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE):
             with contextlib.suppress(OSError):  # a file that is missing for a moment makes the signature shorter

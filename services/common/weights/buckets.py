@@ -118,7 +118,7 @@ def pack(
     """
     source = Source(tensors)
     for bucket in plan.buckets[plan.first_bucket(skips_base=skips_base) :]:
-        yield bucket, _filled(bucket, source, device, buffer)
+        yield bucket, _fill(bucket, source, device, buffer)
     source.end()
 
 
@@ -146,7 +146,7 @@ def pack_rounds(
     """
     for buckets, tensors in zip(plan.rounds, rounds, strict=True):
         source = Source(tensors)
-        flats = [_filled(bucket, source, device) if bucket.sender == sender else None for bucket in buckets]
+        flats = [_fill(bucket, source, device) if bucket.sender == sender else None for bucket in buckets]
         source.end()
         for bucket in buckets:
             yield bucket, flats.pop(0)
@@ -159,7 +159,7 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield place.name, _view(typed, place, place.shape, place.stride)
 
 
-def _filled(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer | None = None) -> torch.Tensor:
+def _fill(bucket: Bucket, source: Source, device: torch.device, buffer: Buffer | None = None) -> torch.Tensor:
     places = bucket.places
     num, value = source.take(places, 0)
     if len(places) == 1 and isinstance(value, torch.Tensor) and value.device == device and _is_flat(value):

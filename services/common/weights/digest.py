@@ -21,7 +21,7 @@ def _shift_right(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(words: torch.Tensor, first: int) -> torch.Tensor:
+def _mix_words(words: torch.Tensor, first: int) -> torch.Tensor:
     index = torch.arange(first + 1, first + 1 + words.numel(), dtype=torch.int64, device=words.device)
     words = words ^ (index * _POSITION)
     words = (words ^ _shift_right(words, 33)) * _MIX_1
@@ -52,7 +52,7 @@ class WeightDigest:
             add_sums(self._sums, words, first, _CONSTANTS)
             return
         for at in range(0, words.numel(), _CHUNK_WORDS):
-            mixed = _mix(words[at : at + _CHUNK_WORDS], first + at)
+            mixed = _mix_words(words[at : at + _CHUNK_WORDS], first + at)
             self._sums[0] += mixed.sum()
             self._sums[1] += ((mixed ^ _shift_right(mixed, 29)) * _MIX_1).sum()
 

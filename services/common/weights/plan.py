@@ -147,13 +147,13 @@ def _specs(tensors: NamedTensors) -> list[types_pb2.TensorSpec]:
 def _slots(message: types_pb2.WeightPlan) -> Iterator[tuple[int, list[Bucket]]]:
     """Yields each slot's sender and buckets. If there is only one sender, each bucket is a slot."""
     specs, start = iter(message.tensors), 0
-    for sender, num_tensors in _parts(message):
+    for sender, num_tensors in _parts_of_plan(message):
         buckets = list(_cut(itertools.islice(specs, num_tensors), message.bucket_bytes, start, sender))
         yield from [(sender, buckets)] if message.num_senders > 1 else [(sender, [bucket]) for bucket in buckets]
         start += sum(bucket.num_bytes for bucket in buckets)
 
 
-def _parts(message: types_pb2.WeightPlan) -> list[tuple[int, int]]:
+def _parts_of_plan(message: types_pb2.WeightPlan) -> list[tuple[int, int]]:
     """Returns each part's sender and number of tensors. Adapters are a part of their own, so they start a bucket."""
     base = message.num_base_tensors if message.adapter_config_json else 0
     parts = [(slot.sender, slot.num_tensors) for slot in message.slots]

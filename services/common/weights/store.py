@@ -88,12 +88,12 @@ class _Relay(ABC):
         expected = (OSError, EOFError, TimeoutError, asyncio.CancelledError)  # asyncio logs a traceback of the last
         try:
             with contextlib.closing(writer), contextlib.suppress(*expected):
-                await self._pass(reader, writer)
+                await self._serve_connection(reader, writer)
         finally:
             self._connections.discard(connection)
 
     @abstractmethod
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Checks who has connected, and forwards data between it and the store."""
 
 
@@ -106,7 +106,7 @@ class _Proxy(_Relay):
         self.port = listener.getsockname()[1]
         super().__init__(listener, "weight-store-proxy")
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = writer.get_extra_info("peername")[:2]
         # The address matters too: another loopback address may use the same port as a connection of this process.
         if host != _LOOPBACK or not _is_of_this_process(port, self.port):
@@ -181,7 +181,7 @@ class ServedStore(_Relay):
         for connection in self._connections:
             connection.cancel()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = writer.get_extra_info("peername")[0]
         async with asyncio.timeout(_SILENCE_S):
             if not await self._admits(reader, writer, host):

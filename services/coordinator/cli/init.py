@@ -178,20 +178,20 @@ def _scorer(rows: Rows, prompt: str, answer: str) -> tuple[str, str]:
     read = [row for _, row in islice(rows, _NUM_READ)]
     texts = [text for row in read if isinstance(text := value_of(row, answer), str) and text.strip()]
     for name in _TESTS:
-        if name in rows.types and _most(_is_tests, [row.get(name) for row in read]):
+        if name in rows.types and _is_true_of_most(_is_tests, [row.get(name) for row in read]):
             return "code", name
-    if _most(_is_tests, texts):
+    if _is_true_of_most(_is_tests, texts):
         return "code", ""
     asked = [str(row.get(prompt)) for row in read]
-    if _most(lambda text: "boxed{" in text[-_END:], asked):
+    if _is_true_of_most(lambda text: "boxed{" in text[-_END:], asked):
         return "math", ""
-    if _most(lambda text: "####" in text[-_END:], asked):
+    if _is_true_of_most(lambda text: "####" in text[-_END:], asked):
         return "gsm8k", ""
-    if _most(lambda text: re.search(r"####[^\w\n]*[0-9]", text), texts):
+    if _is_true_of_most(lambda text: re.search(r"####[^\w\n]*[0-9]", text), texts):
         return "gsm8k", ""
-    if _most(lambda text: re.search(r"\\[A-Za-z]+\s*\{|^\$.*\$$", text.strip()), texts):
+    if _is_true_of_most(lambda text: re.search(r"\\[A-Za-z]+\s*\{|^\$.*\$$", text.strip()), texts):
         return "math", ""
-    if _most(lambda text: len(text.split()) > _MANY_WORDS and re.search("[0-9]", text), texts):
+    if _is_true_of_most(lambda text: len(text.split()) > _MANY_WORDS and re.search("[0-9]", text), texts):
         return "gsm8k", ""
     return "exact", ""
 
@@ -201,7 +201,7 @@ def _options(kind: str, tests: str) -> str:
     return f"{{kind: {kind}{column}}}"
 
 
-def _most(fits: Callable[[Value], object], values: Sequence[Value]) -> bool:
+def _is_true_of_most(fits: Callable[[Value], object], values: Sequence[Value]) -> bool:
     return sum(bool(fits(value)) for value in values) * 2 > len(values)
 
 

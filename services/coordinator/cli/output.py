@@ -54,16 +54,16 @@ class _Outliving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._surviving():
+        with self._warning_on_failure():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._surviving():
+        with self._warning_on_failure():
             self._stream.flush()
 
     @contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _warning_on_failure(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -161,13 +161,13 @@ class Environments:
             try:
                 yield client
             finally:
-                # The place is free (`_ended`) when the service has ended the episode: max_concurrent is a limit of the
+                # `_free_place` is called when the service has ended the episode: max_concurrent is a limit of the
                 # service.
                 end = asyncio.create_task(client.close())
                 self._ends.add(end)
-                end.add_done_callback(partial(self._ended, service))
+                end.add_done_callback(partial(self._free_place, service))
 
-    def _ended(self, service: "_Service", end: asyncio.Task[None]) -> None:
+    def _free_place(self, service: "_Service", end: asyncio.Task[None]) -> None:
         self._ends.discard(end)
         service.places.release()
 
@@ -232,7 +232,7 @@ class _Service:
         self.places = asyncio.Semaphore(settings.max_concurrent)
 
     async def call(self, method: Method[Request, _Reply], request: Request, reply_s: float) -> _Reply:
-        async with self._losing():
+        async with self._reopening_if_lost():
             answer = await self.client.call(method, request, timeout_s=reply_s + _MARGIN_S)
         if answer.HasField("failure"):
             raise episode_failed(answer.failure)
@@ -253,7 +253,7 @@ class _Service:
             sent.put_nowait(agent_pb2.PlayRequest(answer=await answer(call)))
 
         async with (
-            self._losing(),
+            self._reopening_if_lost(),
             aclosing(self.client.stream(AgentService.Play, requests(), timeout_s=limit_s)) as responses,
         ):
             async for response in responses:
@@ -263,7 +263,7 @@ class _Service:
         raise EpisodeFailed(EnvironmentFailure.LOST, "the stream ended before the agent")
 
     @asynccontextmanager
-    async def _losing(self) -> AsyncIterator[None]:
+    async def _reopening_if_lost(self) -> AsyncIterator[None]:
         """Raises EpisodeFailed if the service is lost in the block, once it is open again."""
         num_opens = self.reward.num_opens
         try:

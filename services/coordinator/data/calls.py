@@ -70,8 +70,8 @@ class CallLog:
         entry = {
             "number": asked.number,
             "sha256": asked.body_sha256,
-            "messages": list(map(self._place, said["messages"])),
-            "tools": self._place(said["tools"]),
+            "messages": list(map(self._index_of, said["messages"])),
+            "tools": self._index_of(said["tools"]),
             "max_tokens": min(said["max_tokens"], _MOST),  # an agent may ask for any number
             "stop": said["stop"],
         }
@@ -79,10 +79,10 @@ class CallLog:
         return entry
 
     def answer(self, entry: JsonObject, message: JsonMapping, finish_reason: str) -> None:
-        entry |= {"answer": self._place(message), "status": finish_reason, "answered": self.num_answered}
+        entry |= {"answer": self._index_of(message), "status": finish_reason, "answered": self.num_answered}
         self.num_answered += 1
 
-    def _place(self, value: object) -> int:
+    def _index_of(self, value: object) -> int:
         return self._places.setdefault(json.dumps(value), len(self._places))
 
 

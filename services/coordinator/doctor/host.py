@@ -155,9 +155,9 @@ def check_packages(locks: Sequence[Path], setup: str) -> Finding:
 
     `setup` is the command that installs them.
     """
-    installed = {_plain(one.name): one.version for one in distributions()}
+    installed = {_normalized_name(one.name): one.version for one in distributions()}
     lines = [line for line in distribution("lockstep-rl").requires or () if "extra ==" not in line]
-    required = [_plain(name[0]) for line in lines if (name := _NAME.match(line))]
+    required = [_normalized_name(name[0]) for line in lines if (name := _NAME.match(line))]
     if missing := sorted(set(required) - installed.keys()):
         return Finding("packages", f"missing: {', '.join(missing)}", Verdict.FAIL, f"run `{setup}`")
     if not locks:
@@ -166,7 +166,7 @@ def check_packages(locks: Sequence[Path], setup: str) -> Finding:
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
     pinned: dict[str, list[str]] = defaultdict(list)  # the services' locks for GPUs may pin different versions
     for pin in filter(None, map(_PINNED.match, lines)):
-        pinned[_plain(pin[1])].append(pin[2])
+        pinned[_normalized_name(pin[1])].append(pin[2])
     other = [
         f"{name} {installed[name]}, not {versions[0]}"
         for name, versions in sorted(pinned.items())
@@ -344,5 +344,5 @@ def _driver() -> str:
     return version[0] if version else ""
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

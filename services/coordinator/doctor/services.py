@@ -92,11 +92,11 @@ async def _broadcast_to(addresses: Addresses, rollouts: Sequence[str], timeout_s
         group = (await anext(answers)).group
         receiving = [_receive(address, addresses, group, rank) for rank, address in enumerate(rollouts, 1)]
         # Sender and receivers wait for one another, so all calls are made at once.
-        *received, sent = await gather([*receiving, _outcome(anext(answers))])
+        *received, sent = await gather([*receiving, _outcome_or_error(anext(answers))])
     return _BroadcastResult(group, sent, dict(zip(rollouts, received, strict=True)))
 
 
-async def _outcome(answering: Awaitable[_Answer]) -> _Outcome:
+async def _outcome_or_error(answering: Awaitable[_Answer]) -> _Outcome:
     try:
         return (await answering).outcome
     except LockstepError as error:
@@ -107,7 +107,7 @@ async def _receive(address: str, addresses: Addresses, group: WeightGroup, rank:
     client = Client(address, rollout_pb2_grpc.RolloutServiceStub, addresses.transport)
     request = rollout_pb2.ReceiveTestBroadcastRequest(group=group, rank=rank)
     try:
-        return await _outcome(client.call(_Rollout.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S))
+        return await _outcome_or_error(client.call(_Rollout.ReceiveTestBroadcast, request, timeout_s=_CALL_TIMEOUT_S))
     finally:
         await client.close()
 
@@ -207,7 +207,7 @@ async def _ask(kind: _Kind, address: str, transport: Transport) -> Answer | Lock
 def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
     """Checks that the service is reachable, of the expected kind, and answers fast."""
     if isinstance(answer, LockstepError):
-        return Finding(name, answer.message, Verdict.FAIL, _fix(answer))
+        return Finding(name, answer.message, Verdict.FAIL, _advice_for(answer))
     info = answer.info
     result = f"{info.state}, {answer.latency_s * 1e3:.1f} ms, " + (f"run {info.run_id}" if info.run_id else "no run")
     if answer.latency_s > _SLOW_S:
@@ -215,7 +215,7 @@ def check_answer(name: str, answer: Answer | LockstepError) -> Finding:
     return Finding(name, result)
 
 
-def _fix(error: LockstepError) -> str:
+def _advice_for(error: LockstepError) -> str:
     match error:
         case Unauthenticated():
             return (

@@ -180,12 +180,12 @@ async def running_services(
     if "rollout" in services:
         addresses = await discovered(run.config, addresses)
     launched = launch(run.config, addresses, services=services, sharing=sharing)
-    async with launched as fleet, _using(fleet, run) as addresses:
+    async with launched as fleet, _watched_addresses(fleet, run) as addresses:
         yield addresses
 
 
 @asynccontextmanager
-async def _using(fleet: Fleet, run: Run[AnyConfig]) -> AsyncIterator[Addresses]:
+async def _watched_addresses(fleet: Fleet, run: Run[AnyConfig]) -> AsyncIterator[Addresses]:
     async with unless_one_dies(fleet), following_stages(fleet.addresses, run.reporters):
         yield fleet.addresses
 
@@ -232,7 +232,7 @@ class Sessions(AsyncExitStack, Generic[ConfigT]):
             self._fleet = await self.enter_async_context(launched)
         else:
             await self._fleet.start_again(found.rollout, keeps_trainers=self._keeps_trainers)
-        async with _using(self._fleet, run) as addresses:
+        async with _watched_addresses(self._fleet, run) as addresses:
             yield addresses
 
     @contextmanager

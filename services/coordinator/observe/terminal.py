@@ -177,7 +177,7 @@ class Terminal(Reporter):
         ordered = {name: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
         rewards = {name.removeprefix("eval/").removesuffix("/reward"): value for name, value in ordered.items()}
         if self._rows:
-            short = {_short(name): f"{value:.3f}" for name, value in rewards.items()}
+            short = {_shortened(name): f"{value:.3f}" for name, value in rewards.items()}
             self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
             self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
         shown = ", ".join(f"{name} {value:.3f}" for name, value in rewards.items())
@@ -241,7 +241,7 @@ _FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "t
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
 
 
-def _short(name: str) -> str:
+def _shortened(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
 
 

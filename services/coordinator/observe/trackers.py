@@ -95,9 +95,9 @@ class Threaded(Reporter):
             return
         opened.set_result(None)
         while job := self._jobs.get():
-            self._try(tracker, *job)
+            self._call_with_retries(tracker, *job)
 
-    def _try(self, tracker: Reporter, kind: str, what: str, call: Callable[[Reporter], object]) -> None:
+    def _call_with_retries(self, tracker: Reporter, kind: str, what: str, call: Callable[[Reporter], object]) -> None:
         for pause_s in (*_RETRIES_S, None):
             try:
                 call(tracker)
@@ -153,7 +153,7 @@ class Mlflow(Reporter):
         else:
             tags = {RUN_TAG: run.run_id}
             self._id = self._client.create_run(experiment, tags=tags, run_name=run.config.name).info.run_id
-            params = [Param(name, value) for name, value in _flat(json.loads(run.config.model_dump_json()))]
+            params = [Param(name, value) for name, value in _flatten(json.loads(run.config.model_dump_json()))]
             self._client.log_batch(self._id, params=params)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
@@ -170,10 +170,10 @@ class Mlflow(Reporter):
         self._client.set_terminated(self._id, status=_MLFLOW_STATUS[self._ending])
 
 
-def _flat(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(table: dict[str, object], at: str = "") -> Iterator[tuple[str, str]]:
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{at}{key}.")
+            yield from _flatten(value, f"{at}{key}.")
         else:
             yield f"{at}{key}", json.dumps(value)
 

@@ -235,7 +235,7 @@ def _layer(
     # Only sequence parallelism shards the hidden states between the matrices.
     is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
     hidden_ranks = layout.tp if is_sharded else 1
-    common, attention = (_fused if is_gpu else _plain)(trainer, model, size)
+    common, attention = (_fused if is_gpu else _unfused)(trainer, model, size)
     cut = attention + _feed_forward(model, layout, kind, size, is_gpu=is_gpu)
     widest = max(_width(model, kind), model.query_size, model.expanded_size)
     working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
@@ -243,7 +243,7 @@ def _layer(
 
 
 def _measured_layer(model: MeasuredModel, size: int, *, is_frozen: bool, is_gpu: bool) -> LayerBytes:
-    """Returns what `_fused` and `_plain` do for the layers that they know, less up to a fifth: norms of heads."""
+    """Returns what `_fused` and `_unfused` do for the layers that they know, less up to a fifth: norms of heads."""
     norms = 2 * size if is_gpu else 2 * (_FLOAT32 + (0 if is_frozen else size))
     # Without fused kernels, an activation function and the rotation keep their inputs besides.
     matrices = model.layer_width if is_gpu else model.layer_width * 4 // 3
@@ -281,7 +281,7 @@ def _fused(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int,
     return common, attention
 
 
-def _plain(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int, int]:
+def _unfused(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int, int]:
     """Returns the same bytes of plain torch operators."""
     is_frozen = trainer.lora.rank > 0
     # Each norm: its input in float32, the normalized values (for the gradient of its weight), and its output.

@@ -215,7 +215,7 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
     """Returns a table of the memory of each kind of rank. `working` is the largest intermediate results, usually logits
     and their gradients, and on CPU the holes that they leave in the heap.
     """
-    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    unit, size = _unit_for(max(memory.peak for memory in memories.values()))
     others = {"ref": "reference", "teacher": "teacher", "critic": "critic_state", "process": "base"}
     others = {title: part for title, part in others.items() if any(getattr(m, part) for m in memories.values())}
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
@@ -231,7 +231,7 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
 
 
 def _phases_table(memories: Mapping[str, Memory]) -> Table:
-    unit, size = _unit(max(memory.peak for memory in memories.values()))
+    unit, size = _unit_for(max(memory.peak for memory in memories.values()))
     names = next(iter(memories.values())).phases
     table = _table("ranks", *names, "peak", "idle", title=f"Peak of each phase per rank in {unit}")
     for name, memory in memories.items():
@@ -242,13 +242,13 @@ def _phases_table(memories: Mapping[str, Memory]) -> Table:
 def _shared(config: Config, model: Model, ranks: Collection[Memory], console: Console) -> str:
     """Prints the memory of a GPU that trainer and engine share, in each phase. Returns an explanation of it."""
     phases = colocated_phases(config, model, ranks)
-    unit, size = _unit(max(phase.total for phase in phases))
+    unit, size = _unit_for(max(phase.total for phase in phases))
     table = _table("phase", "trainer", "engine", "both", title=f"Memory of a shared GPU in {unit}")
     for phase in phases:
         table.add_row(phase.name, *(f"{part / size:.2f}" for part in (phase.trainer, phase.engine, phase.total)))
     console.print(table)
     pinned_bytes = 0 if config.is_side_by_side else host_bytes(ranks)
-    unit, size = _unit(pinned_bytes)
+    unit, size = _unit_for(pinned_bytes)
     when = "all phases" if config.is_side_by_side else "generate"
     return (
         f"{when}: the KV cache takes the engine to {utilization(config):.0%} of the GPU. publish: two buffers are "
@@ -275,7 +275,7 @@ def _offloaded(config: AnyConfig) -> Iterator[str]:
 
 def _publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> str:
     num_bytes, buckets = publication(config, model, is_gpu=is_gpu)
-    unit, size = _unit(num_bytes)
+    unit, size = _unit_for(num_bytes)
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
     layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
@@ -374,7 +374,7 @@ def _range(numbers: range) -> str:
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
 
 
-def _unit(num_bytes: int) -> tuple[str, int]:
+def _unit_for(num_bytes: int) -> tuple[str, int]:
     return next((unit for unit in _UNITS if num_bytes >= unit[1]), _UNITS[-1])
 
 

@@ -167,10 +167,10 @@ def compare(recorded: Mapping[str, object], now: Mapping[str, object], where: st
     """Yields a difference, named after `where`, for every value of `now` that is not exactly the recorded one."""
     for name, value in now.items():
         if name not in recorded:
-            yield Difference(where + name, "nothing", _shown(value))
+            yield Difference(where + name, "nothing", _value_text(value))
         elif recorded[name] != value:
-            yield Difference(where + name, _shown(recorded[name]), _shown(value))
+            yield Difference(where + name, _value_text(recorded[name]), _value_text(value))
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return value if isinstance(value, str) else repr(value)  # a number with all its digits

@@ -219,7 +219,7 @@ class _Mapper:
             try:
                 mapped[number] = made = threads.add(number, said["messages"], said["tools"])
             except InvalidInput as error:
-                yield Difference(f"{where}: prompt", _shown(recorded[number].prompt, 0), error.message)
+                yield Difference(f"{where}: prompt", _tokens_text(recorded[number].prompt, 0), error.message)
                 return
             parent = made.parent and made.parent.number
             yield from compare({"parent": call["parent"]}, {"parent": parent}, f"{where}: ")
@@ -259,9 +259,9 @@ def _differing(what: str, recorded: Sequence[int], now: Sequence[int]) -> Iterat
     if tuple(recorded) != tuple(now):
         pairs = enumerate(zip(recorded, now, strict=False))
         at = next((at for at, (one, other) in pairs if one != other), min(len(recorded), len(now)))
-        yield Difference(f"{what} from token {at}", _shown(recorded, at), _shown(now, at))
+        yield Difference(f"{what} from token {at}", _tokens_text(recorded, at), _tokens_text(now, at))
 
 
-def _shown(tokens: Sequence[int], begin: int) -> str:
+def _tokens_text(tokens: Sequence[int], begin: int) -> str:
     part = tokens[begin : begin + _NUM_SHOWN]
     return f"{list(part)} of {len(tokens)} tokens"

@@ -229,24 +229,24 @@ class _Session:
             differences.update(dict.fromkeys(own))
 
         if What.REWARDS in self.what:
-            self._say(f"scoring the samples of step {self.step}")
+            self._print(f"scoring the samples of step {self.step}")
             add("rewards of", "sample", *await self._rewards(run, addresses))
         if What.CALLS in self.what:
-            self._say(f"mapping the calls of step {self.step} to tokens")
+            self._print(f"mapping the calls of step {self.step} to tokens")
             add("tokens of", "call", *await self._calls(run.config))
         if What.ENVIRONMENT in self.what:
-            self._say(f"playing the turns of step {self.step} to the environment")
+            self._print(f"playing the turns of step {self.step} to the environment")
             add("replies to", "turn", *await self._environment(run, addresses))
         if What.TRAIN in self.what:
-            self._say(f"opening the trainer with {run.resume_from or run.config.model}")
+            self._print(f"opening the trainer with {run.resume_from or run.config.model}")
             trainer = Trainer(addresses.trainer, run.config, addresses.transport)
             async with _closing(trainer):
-                replayed = await replay_training(run, self.record, self.step, trainer, self._say)
+                replayed = await replay_training(run, self.record, self.step, trainer, self._print)
             add("weights and metrics,", "value", *replayed)
         if What.TRAIN in self.what and run.config.critic:
             critic = Model("critic", addresses.of("critic"), run.config, addresses.transport)
             async with _closing(critic):
-                replayed = await replay_critic(run, self.record, self.step, critic, self._say)
+                replayed = await replay_critic(run, self.record, self.step, critic, self._print)
             add("critic's weights and metrics,", "value", *replayed)
         elif What.TRAIN in self.what and self.record.config.critic:
             compared.append("critic: not trained again, because it has no checkpoint before this step")
@@ -309,7 +309,7 @@ class _Session:
         folder = card if card.is_dir() and not model.is_dir() else model
         return Tokenizer.load(folder, chat_template=config.data.chat_template, date=config.data.template_date)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -327,11 +327,11 @@ class ColocatedPublisher(Publisher):
         """Puts the engines to sleep. A replica that is lost has no memory, and is dropped."""
         begin = time.perf_counter()
         try:
-            memory = await gather(replica.sleep() for replica in self._living())
+            memory = await gather(replica.sleep() for replica in self._living_replicas())
         except (Unavailable, DeadlineExceeded):
             if not await self._rollout.drop_unreachable():
                 raise
-            memory = await gather(replica.sleep() for replica in self._living())
+            memory = await gather(replica.sleep() for replica in self._living_replicas())
         _log("the engines sleep", begin, *memory)
         self._takes_all = False
         needed = (
@@ -375,7 +375,7 @@ class ColocatedPublisher(Publisher):
         _log("the engines take the KV cache", begin, *await gather(r.wake(ENGINE_PART_KV_CACHE) for r in replicas))
         await super()._commit(replicas, stamp)
 
-    def _living(self) -> list[Replica]:
+    def _living_replicas(self) -> list[Replica]:
         return [replica for replica in self._rollout.replicas if replica.state is not ReplicaState.DEAD]
 
 

@@ -70,15 +70,15 @@ class Database:
         return self._connection.in_transaction  # SQLite ends a transaction by itself after some failures
 
     def execute(self, sql: str, values: tuple[object, ...] = ()) -> list[SqlRow]:
-        return self._patiently(lambda: self._connection.execute(sql, values).fetchall())
+        return self._retry_while_locked(lambda: self._connection.execute(sql, values).fetchall())
 
     def insert(self, sql: str, values: tuple[object, ...]) -> int:
-        number = self._patiently(lambda: self._connection.execute(sql, values).lastrowid)
+        number = self._retry_while_locked(lambda: self._connection.execute(sql, values).lastrowid)
         assert number is not None
         return number
 
     def executemany(self, sql: str, rows: Sequence[tuple[object, ...]]) -> None:
-        self._patiently(lambda: self._connection.executemany(sql, rows))
+        self._retry_while_locked(lambda: self._connection.executemany(sql, rows))
 
     async def free(self) -> None:
         """Waits until no other process holds a lock on the file, without blocking the event loop; warns meanwhile."""
@@ -110,7 +110,7 @@ class Database:
                 self._connection.execute(f"PRAGMA busy_timeout={int(_SLICE_S * 1e3)}").close()
         return True
 
-    def _patiently(self, action: Callable[[], ResultT]) -> ResultT:
+    def _retry_while_locked(self, action: Callable[[], ResultT]) -> ResultT:
         wait = _Wait(self._path)
         with self._typed():
             while True:
@@ -175,7 +175,7 @@ class _Wait:
         log.warning(
             "%s has been locked by %s for %.0f s; this waits until it is free, and then goes on",
             self._path,
-            _holder(self._path),
+            _lock_holders(self._path),
             waited,
         )
 
@@ -184,7 +184,7 @@ class _Wait:
             log.warning("%s is free again after %.0f s; going on", self._path, self.waited_s())
 
 
-def _holder(path: Path) -> str:
+def _lock_holders(path: Path) -> str:
     """Returns who holds the lock on the database at `path`, as far as the kernel says so."""
     files = set[int]()
     for name in (path, path.with_name(f"{path.name}-shm")):
@@ -239,7 +239,9 @@ def _is_full(path: Path) -> bool:
 def _failure(path: Path, error: sqlite3.Error) -> LockstepError:
     code = _code(error)
     if code in _LOCKED:
-        message = f"{path} is locked by {_holder(path)}: {error}; end that process, then run the same command again"
+        message = (
+            f"{path} is locked by {_lock_holders(path)}: {error}; end that process, then run the same command again"
+        )
         return errors.Unavailable(message, reason=Reason.STORAGE_FAILED, path=str(path))
     if code in _FIXES:
         if code == sqlite3.SQLITE_IOERR and _is_full(path):  # what SQLite says if it cannot make its index

@@ -74,7 +74,7 @@ def change_replicas(run_dir: Path, *, add: Sequence[str] = (), remove: Sequence[
         parse_address(address, field="address")
     _require_changeable(run_dir)
     with _locked(run_dir):
-        wanted = _wanted(run_dir)
+        wanted = _wanted_addresses(run_dir)
         if unknown := [address for address in remove if address not in wanted]:
             raise InvalidInput(f"{', '.join(unknown)}: the run has {', '.join(wanted)}", field="address")
         left = [address for address in dict.fromkeys([*wanted, *add]) if address not in remove]
@@ -88,7 +88,7 @@ def listed_replicas(run_dir: Path) -> list[pb.Replica]:
     """Returns the replicas of a run in progress: those that served its newest weights, then those that join."""
     _require_running(run_dir)
     version, served = _published(run_dir)
-    wanted, notes = _wanted(run_dir), read_notes(run_dir)
+    wanted, notes = _wanted_addresses(run_dir), read_notes(run_dir)
     stay = {*wanted, *(notes[address].same_as for address in wanted if address in notes)}
     joining = [address for address in wanted if address not in served]
     none = Note("")
@@ -110,7 +110,7 @@ def _published(run_dir: Path) -> tuple[int | None, list[str]]:
     return (published["version"], list(published["received"])) if published else (None, [])
 
 
-def _wanted(run_dir: Path) -> list[str]:
+def _wanted_addresses(run_dir: Path) -> list[str]:
     """Returns the list, or the replicas that serve if it changes nothing: it is empty or has a malformed address."""
     path = run_dir / REPLICAS
     listed = parse_replicas(path.read_text()) if path.is_file() else []

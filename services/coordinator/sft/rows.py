@@ -133,7 +133,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             trained = [len(messages) - 1]
         if self.is_templated and tools:
             content = [content, tools]
-        marked = [self._marked(message) if index in trained else message for index, message in enumerate(messages)]
+        marked = [self._with_marks(message) if index in trained else message for index, message in enumerate(messages)]
         try:
             pieces = self._pieces(messages, trained, tools)
             quoting = self._pieces(marked, trained, tools) if marked != messages else []
@@ -147,7 +147,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
         self._check_answers([marked[index]["content"] for index in trained], quoting or pieces)
         return SftRow(where, number, hash_of(content), tuple(pieces), tuple(quoting[1::2]))
 
-    def _marked(self, message: Message) -> Message:
+    def _with_marks(self, message: Message) -> Message:
         """Returns a message with marks in place of the end tokens that it quotes, which are all but the last ones."""
         content = self._last_stops.sub("", message["content"])
 
@@ -211,7 +211,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
         That may be another end token: templates of Phi-3 write one after each turn, and one after the conversation.
         """
         if row.marked:
-            pieces[1::2] = self._quoting(row, pieces)
+            pieces[1::2] = self._encode_quoting(row, pieces)
         if self._end and pieces[-1][-1:] != self._end:
             pieces[-1] = pieces[-1] + self._end
         tokens: list[int] = []
@@ -231,7 +231,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
         arrays = (pieces[0], np.uint32), (tokens[:num_trained], np.uint32), (mask[:num_trained], np.bool_)
         return Example(row.prompt_id, *(np.array(values, dtype) for values, dtype in arrays))
 
-    def _quoting(self, row: SftRow, pieces: Sequence[list[int]]) -> list[list[int]]:
+    def _encode_quoting(self, row: SftRow, pieces: Sequence[list[int]]) -> list[list[int]]:
         """Returns the tokens of answers that quote end tokens; `pieces` are those that the text has without marks."""
         quoting: list[list[int]] = []
         for index, (before, text, plain) in enumerate(zip(row.pieces[::2], row.marked, pieces[1::2], strict=False)):

@@ -113,14 +113,14 @@ async def evaluate(
     metrics: dict[str, float] = {}
     with run.phase(Phase.EVALUATING):
         for name, rows in held_out.items():
-            losses = [await trainer.nll(part) for part in _parts(run, rows, version)]
+            losses = [await trainer.nll(part) for part in _held_out_batches(run, rows, version)]
             nll = sum(loss for loss, _ in losses) / sum(num_tokens for _, num_tokens in losses)
             metrics |= {f"eval/{name}/nll": nll, f"eval/{name}/perplexity": float(np.exp(nll))}
     await run.record.ledger.free()
     run.finish_evaluation(version, metrics)
 
 
-def _parts(run: Run[SftConfig], rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
+def _held_out_batches(run: Run[SftConfig], rows: Sequence[Example], version: int) -> Iterator[pa.Table]:
     """Yields batches of `samples_per_step` held-out rows, padded with masked rows so that every rank has one."""
     size, at_once = run.config.data.samples_per_step, samples_at_once(run.config.trainer)
     for begin in range(0, len(rows), size):

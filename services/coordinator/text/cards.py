@@ -124,7 +124,7 @@ def require_same_tokens(policy: ModelCard, other: ModelCard, role: str) -> None:
     vocab_size = vocab_size_of(other.files["config.json"])
     for number in sorted(texts):
         if texts[number] != others.get(number) and (number in others or number >= vocab_size):
-            seen = f"token {number} is {_shown(others.get(number))} to it and {_shown(texts[number])} to the policy"
+            seen = f"token {number} is {_quoted(others.get(number))} to it and {_quoted(texts[number])} to the policy"
             raise InvalidInput(
                 f"{role}.model: {seen}, so it would read other text than the policy: choose a model with the policy's "
                 "tokenizer",
@@ -154,7 +154,9 @@ def _difference_of_json(policy: bytes, teacher: bytes) -> str:
     texts, others = _texts(own), _texts(other)
     for number in sorted(texts.keys() | others.keys()):
         if texts.get(number) != others.get(number):
-            return f"token {number} is {_shown(others.get(number))} to the teacher and {_shown(texts.get(number))} here"
+            return (
+                f"token {number} is {_quoted(others.get(number))} to the teacher and {_quoted(texts.get(number))} here"
+            )
     parts, its_parts = (json.loads(one.to_str()) for one in (own, other))
     return next((f"it has another {name}" for name in _PARTS if parts[name] != its_parts[name]), "")
 
@@ -163,5 +165,5 @@ def _texts(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     return {number: text for text, number in tokenizer.get_vocab().items()}
 
 
-def _shown(text: str | None) -> str:
+def _quoted(text: str | None) -> str:
     return "none" if text is None else repr(text)

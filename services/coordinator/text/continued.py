@@ -29,9 +29,9 @@ def encode_continued(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> 
     tails = [before[-_TAIL:] for before, _ in pairs]
     heads = tokenizer.encode_batch(tails)
     wholes = tokenizer.encode_batch([tail + text for tail, text in zip(tails, texts, strict=True)])
-    rests = map(_rest, heads, wholes)
+    rests = map(_tokens_after, heads, wholes)
     return [
-        _behind(tokenizer.encode, _NEUTRAL, text) if rest is None else rest
+        _encode_after(tokenizer.encode, _NEUTRAL, text) if rest is None else rest
         for text, rest in zip(texts, rests, strict=True)
     ]
 
@@ -43,7 +43,7 @@ def encode_marked_continued(tokenizer: Tokenizer, before: str, text: str) -> lis
         InvalidInput: See Tokenizer.encode.
     """
     befores = (before[-_TAIL:], *_NEUTRAL) if _puts_space(tokenizer) else ()
-    return _behind(tokenizer.encode_marked, befores, text)
+    return _encode_after(tokenizer.encode_marked, befores, text)
 
 
 def _puts_space(tokenizer: Tokenizer) -> bool:
@@ -52,19 +52,19 @@ def _puts_space(tokenizer: Tokenizer) -> bool:
         alone = tokenizer.encode("a")
     except InvalidInput:  # a vocabulary without letters
         return False
-    return any(_behind(tokenizer.encode, [before], "a") != alone for before in _NEUTRAL)
+    return any(_encode_after(tokenizer.encode, [before], "a") != alone for before in _NEUTRAL)
 
 
-def _behind(encode: Callable[[str], list[int]], befores: Sequence[str], text: str) -> list[int]:
+def _encode_after(encode: Callable[[str], list[int]], befores: Sequence[str], text: str) -> list[int]:
     """Returns the tokens of `text` behind the first of `befores` that has no token in common with it; else alone."""
     for before in befores:
         with suppress(InvalidInput):  # the vocabulary may lack this one
-            rest = _rest(encode(before), encode(before + text))
+            rest = _tokens_after(encode(before), encode(before + text))
             if rest is not None:
                 return rest
     return encode(text)
 
 
-def _rest(head: list[int], whole: list[int]) -> list[int] | None:
+def _tokens_after(head: list[int], whole: list[int]) -> list[int] | None:
     """Returns the tokens of a text behind another, whose tokens are `head`; None if a token is of both."""
     return whole[len(head) :] if head and whole[: len(head)] == head else None

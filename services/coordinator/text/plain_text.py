@@ -62,7 +62,7 @@ class PlainText:
         if not self._marked.search(text):
             return _encode(self._backend, text)
         tokens: list[int] = []
-        for has_marks, parts in groupby(self._parts(text), lambda part: bool(self._marked.search(part))):
+        for has_marks, parts in groupby(self._split_at_tokens(text), lambda part: bool(self._marked.search(part))):
             if has_marks:
                 tokens += (token for part in parts for token in self._as_text(part))
             else:
@@ -97,7 +97,7 @@ class PlainText:
             texts += list(self.unmark(piece)) if index % 2 else [piece]  # every second piece is a mark
         return [token for text in texts for token in _encode(self._without_added, text)]
 
-    def _parts(self, text: str) -> Sequence[str]:
+    def _split_at_tokens(self, text: str) -> Sequence[str]:
         """Splits a text into added tokens, with the white space that they take, and the text between them."""
         parts, begin = [], 0
         for match in self._spelled.finditer(text):

@@ -71,7 +71,7 @@ class Renderer:
         Raises:
             InvalidInput: The chat template shows no tools, or rejects the messages.
         """
-        shown = [*map(_to_template, messages[:1]), *self._shown(messages[1:], tools)]
+        shown = [*map(_to_template, messages[:1]), *self._for_template(messages[1:], tools)]
         return self._bridge(tools).prompt((), shown)
 
     def extend(self, tokens: Sequence[int], messages: Sequence[JsonMapping], tools: str) -> list[int] | None:
@@ -79,12 +79,12 @@ class Renderer:
 
         Messages of role system become those of a user, if the template takes none there.
         """
-        shown = self._shown(messages, tools)
+        shown = self._for_template(messages, tools)
         if not all(self._keeps(tools, role) for role in {message["role"] for message in shown}):
             return None
         return self._bridge(tools).extend(tokens, shown)
 
-    def _shown(self, messages: Sequence[JsonMapping], tools: str) -> Sequence[JsonMapping]:
+    def _for_template(self, messages: Sequence[JsonMapping], tools: str) -> Sequence[JsonMapping]:
         """Returns messages after the first as the template takes them."""
         shown = [dict(_to_template(message)) for message in messages]
         for message in shown:
@@ -150,14 +150,14 @@ class Threads:
         The order, and which of several calls continues a row, depend on tokens and not on which of them came first
         while none of them was answered.
         """
-        roots = sorted((call for call in self.calls if call.is_answered and call.parent is None), key=_order)
+        roots = sorted((call for call in self.calls if call.is_answered and call.parent is None), key=_sort_key)
         return [path for root in roots for path in self._paths_from([root], 0)]
 
     def _paths_from(self, calls: list[Call], num_repeated: int) -> Iterator[Path]:
         followers = [call for call in self.calls if call.is_answered and call.parent is calls[-1]]
         if not followers:
             yield Path(calls, num_repeated)
-        for index, follower in enumerate(sorted(followers, key=_order)):
+        for index, follower in enumerate(sorted(followers, key=_sort_key)):
             yield from self._paths_from([*calls, follower], len(calls) if index else num_repeated)
 
     def _find_parent(self, conversation: Sequence[JsonMapping], tools: str) -> Call | None:
@@ -169,7 +169,7 @@ class Threads:
         for call in self.calls:
             length = len(call.conversation)
             is_open = call.is_answered and call.tools == tools and length < len(conversation)
-            if is_open and _same(call.conversation, conversation[:length]):
+            if is_open and _same_messages(call.conversation, conversation[:length]):
                 found.append(call)
         longest = max((len(call.conversation) for call in found), default=0)
         found = [call for call in found if len(call.conversation) == longest]
@@ -186,7 +186,7 @@ def close(call: Call, answer: Sequence[int], message: JsonMapping, facts: object
     call.conversation = [*call.conversation, {**_canonical(message), **({"stop": stop} if stop else {})}]
 
 
-def _order(call: Call) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def _sort_key(call: Call) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return call.after, call.prompt, call.answer
 
 
@@ -207,7 +207,7 @@ def _value(arguments: str) -> str:
         return arguments
 
 
-def _same(one: Sequence[JsonMapping], other: Sequence[JsonMapping]) -> bool:
+def _same_messages(one: Sequence[JsonMapping], other: Sequence[JsonMapping]) -> bool:
     return all(map(_same_message, one, other))
 
 

@@ -147,11 +147,11 @@ class Tokenizer:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
-        return self._known(_to_continue(encoding) if add_special_tokens else encoding.ids)
+        return self._require_embeddings(_to_continue(encoding) if add_special_tokens else encoding.ids)
 
     def as_text(self, text: str, only: Collection[str] | None = None) -> str:
         """Returns `text` with marks in place of the added tokens, or `only` some, that it spells; see plain_text.py."""
-        return self._plain.mark(text, only)
+        return self._plain_text.mark(text, only)
 
     def encode_marked(self, text: str) -> list[int]:
         """Returns the token ids of a text with parts that `as_text` made: the marked special tokens stay text.
@@ -160,10 +160,10 @@ class Tokenizer:
             InvalidInput: See `encode`.
         """
         try:
-            tokens = self._plain.encode(text)
+            tokens = self._plain_text.encode(text)
         except Exception as error:  # tokenizers raises no narrower class
             raise self._cannot_encode(text, error) from error
-        return self._known(tokens)
+        return self._require_embeddings(tokens)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Encodes each of `texts` like `encode`, on all cores."""
@@ -171,7 +171,7 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        return [self._known(_to_continue(one) if add_special_tokens else one.ids) for one in encodings]
+        return [self._require_embeddings(_to_continue(one) if add_special_tokens else one.ids) for one in encodings]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -215,10 +215,10 @@ class Tokenizer:
         return text
 
     @cached_property
-    def _plain(self) -> PlainText:
+    def _plain_text(self) -> PlainText:
         return PlainText(self._backend)
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _require_embeddings(self, tokens: list[int]) -> list[int]:
         if (most := max(tokens, default=0)) >= self._num_embeddings:
             raise InvalidInput(
                 f"the tokenizer makes token {most} of {self._backend.id_to_token(most)!r}, for which the model has no "

@@ -76,12 +76,12 @@ class CallChecks:
             "rollout.CloseRun": self._replica_loses_weights,
             "rollout.Sleep": self._replica_loses_weights,
             "rollout.ReceiveWeights": self._receives,
-            "rollout.JoinWeightGroup": self._joins,
+            "rollout.JoinWeightGroup": self._check_epoch,
             "rollout.CommitWeights": self._commits,
             "rollout.Generate": self._generates,
             "environment.Reset": self._resets,
             "environment.Step": self._steps,
-            "trainer.JoinWeightGroup": self._joins,
+            "trainer.JoinWeightGroup": self._check_epoch,
             "trainer.SendWeights": self._sends,
             "trainer.Train": self._trains,
             "trainer.SaveCheckpoint": self._saves,
@@ -106,7 +106,7 @@ class CallChecks:
             ViolationError: It contradicts the lines before it, or the ledger.
         """
         if "session" in line:
-            self._begins(line)
+            self._begin_session(line)
             return
         session = self._session
         if "lost" in line:  # a slow disk dropped lines; from here on only what was seen is compared
@@ -125,7 +125,7 @@ class CallChecks:
         else:
             require(not session.is_whole, f"call {line['n']} was never sent")
 
-    def _begins(self, line: JsonMapping) -> None:
+    def _begin_session(self, line: JsonMapping) -> None:
         if line["continues"] and self._session.run_id == line["session"]:
             return
         published = None
@@ -210,7 +210,7 @@ class CallChecks:
             self._session.received.pop(call.peer, None)
             self._session.joined.pop(call.peer, None)
 
-    def _joins(self, call: _Call) -> None:
+    def _check_epoch(self, call: _Call) -> None:
         session, epoch = self._session, call.sent["group"]["epoch"]
         newest = session.epoch or (epoch if not session.is_whole else 0)
         require(epoch == newest, f"{call.peer} joins epoch {epoch}, but the newest one in the ledger is {newest}")

@@ -59,7 +59,7 @@ class History:
         self.num_deleted = 0
         # A run that goes on deletes checkpoints, so the manifests are read before all that takes long.
         saves = (row for row in rows if row.kind in (Kind.SAVED, Kind.SAVED_CRITIC) and self._is_kept(row))
-        self._manifests = {row.seq: _read_manifest(self._there(row.body["path"])) for row in saves}
+        self._manifests = {row.seq: _read_manifest(self._current_path(row.body["path"])) for row in saves}
         self._run_id, self._num_rows = "", 0
         self._session = _Session({}, "")
         self._finished = 0  # the newest finished step of the current history
@@ -263,7 +263,7 @@ class History:
         return not is_gone and self._newest[saved.kind, saved.version, path] == saved.seq
 
     def _check_checkpoint(self, row: LedgerRow, content: bytes) -> None:
-        manifest = self._there(row.body["path"]) / "manifest.json"
+        manifest = self._current_path(row.body["path"]) / "manifest.json"
         require(bool(content), f"{manifest} of a recorded checkpoint is missing")
         digest = hashlib.sha256(content).hexdigest()
         is_same = digest == row.body["manifest_digest"]
@@ -292,14 +292,14 @@ class History:
         """Returns the step of the checkpoint that a session resumed, also if it was deleted since."""
         if checkpoint in self._saved:
             return self._saved[checkpoint]
-        if (manifest := self._there(checkpoint) / "manifest.json").is_file():
+        if (manifest := self._current_path(checkpoint) / "manifest.json").is_file():
             return int(json.loads(manifest.read_bytes())["state"]["version"])
         named = re.search(r"step-(\d+)$", checkpoint)
         require(named is not None, f"the session resumed {checkpoint}, which is no checkpoint")
         assert named
         return int(named[1])
 
-    def _there(self, path: str) -> Path:
+    def _current_path(self, path: str) -> Path:
         """Returns where a checkpoint is now, also if the run's directory was moved."""
         here = place_in(self._run_dir, path)
         return here if here.is_dir() else Path(path)

@@ -56,7 +56,7 @@ class SampleChecks:
         for number, row in enumerate(rows):
             expected = seed_of(config["seed"], step, row["prompt_id"], row["sample"])
             if row["seed"] != expected:
-                who = _who(row, number, path)
+                who = _describe_row(row, number, path)
                 yield f"{who} has seed {row['seed']}, but the order of the run gives {expected}"
         yield from _check_groups(path, rows, body, config)
         yield from self._check_order(rows, step, body, config, path)
@@ -78,7 +78,7 @@ class SampleChecks:
         for number, row in enumerate(rows):
             version, digest = row["policy_version"], row["policy_digest"]
             if (version, digest) != stamp:
-                who = _who(row, number, path)
+                who = _describe_row(row, number, path)
                 yield f"{who} carries version {version} with digest {digest}, not {stamp[0]} with {stamp[1]}"
 
     def _check_order(
@@ -88,17 +88,17 @@ class SampleChecks:
         if "num_prompts" not in body or config["selection"]["curriculum"]["enabled"]:
             return
         num_prompts, last = body["num_prompts"], max((row["group"] for row in rows), default=0)
-        places = self._places(num_prompts, last + 1, step, config)
+        places = self._first_places(num_prompts, last + 1, step, config)
         for number, row in enumerate(rows):
             if not 0 <= row["group"] < num_prompts:
-                yield f"{_who(row, number, path)} is in group {row['group']} of {num_prompts} prompts"
+                yield f"{_describe_row(row, number, path)} is in group {row['group']} of {num_prompts} prompts"
                 continue
             place, prompt = int(places[row["group"]]), row["prompt_id"]
             before = self._prompts.setdefault(place, prompt)
             if before != prompt:
                 yield f"{path.name} has prompt {prompt} where the order of the data has {before}"
 
-    def _places(self, num_prompts: int, num_tried: int, step: int, config: JsonMapping) -> list[int]:
+    def _first_places(self, num_prompts: int, num_tried: int, step: int, config: JsonMapping) -> list[int]:
         """Returns the places in the data of the first prompts that `step` tries, of at least `num_tried` if there are
         as many: see data/prompts.py: plain_order."""
         data, seed = config["data"], config["seed"]
@@ -135,7 +135,7 @@ def check_calls(path: Path, calls_path: Path) -> Iterator[str]:
         for call in row["calls"] or ():
             known = recorded.get(key, {}).get(call["number"], {})
             if any(known.get(name, -1) != call[name] for name in ("parent", "sha256")):
-                yield f"call {call['number']} of {_who(row, number, path)} is not that of {calls_path.name}"
+                yield f"call {call['number']} of {_describe_row(row, number, path)} is not that of {calls_path.name}"
             in_rows.setdefault(key, set()).add(call["number"])
     for key, one in episodes.items():
         lost = {call["number"] for call in one["calls"] if call["answer"] is not None} - in_rows[key]
@@ -151,7 +151,7 @@ def _check_groups(path: Path, rows: Sequence[JsonMapping], body: JsonMapping, co
     for number, row in enumerate(rows):
         segment = row["group"], row["sample"], row.get("segment") or 0
         if segment in segments:
-            yield f"{_who(row, number, path)} is in the batch twice"
+            yield f"{_describe_row(row, number, path)} is in the batch twice"
         elif not segment[-1]:
             samples_of.setdefault(row["group"], []).append(row["sample"])
         segments.add(segment)
@@ -204,5 +204,5 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
         raise DataLoss(f"{path} is damaged: {error}") from error
 
 
-def _who(row: JsonMapping, number: int, path: Path) -> str:
+def _describe_row(row: JsonMapping, number: int, path: Path) -> str:
     return f"sample {row['sample']} of prompt {row['prompt_id']} (row {number} of {path.name})"

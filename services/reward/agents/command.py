@@ -60,9 +60,9 @@ class CommandRunner(Runner):
     async def run(self, part: Part) -> Played:
         config, values = self._config, {"url": _URL, "key": part.key, "seed": str(part.seed)}
         row = {**values, "prompt": _prompt_text(config.command, part.row)}
-        env = {**_base_env(values), **{name: _filled(value, values) for name, value in config.env.items()}}
+        env = {**_base_env(values), **{name: _substitute(value, values) for name, value in config.env.items()}}
         job = {
-            "command": [_filled(word, row) for word in config.command],
+            "command": [_substitute(word, row) for word in config.command],
             "setup": config.setup,
             "env": env,
             "files": {**self._files, "~/row.json": base64.b64encode(json.dumps(part.row).encode()).decode()},
@@ -127,14 +127,14 @@ class AgentSandbox(Sandbox):
             more += ["--size", str(self._limits.disk_bytes), "--tmpfs", place]
         await self._prepare(*more)
         try:
-            await self._try()
+            await self._try_sandbox()
         except EpisodeError:
             place = self._arguments.index(_DEV[0])
             self._arguments[place : place + len(_DEV)] = _DEV_WITHOUT_TERMINALS
-            await self._try()
+            await self._try_sandbox()
             log.warning("this host refuses sandboxes with terminals: programs of agents have no pseudo-terminals")
 
-    async def _try(self) -> None:
+    async def _try_sandbox(self) -> None:
         async with self.start(_TRIAL) as (_, result, listening):
             listening.close()
             done, _ = await asyncio.wait({result}, timeout=START_TIMEOUT_S)
@@ -267,6 +267,6 @@ def _prompt_text(command: Sequence[str], row: Mapping[str, Any]) -> str:
     return text
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _substitute(text: str, values: Mapping[str, str]) -> str:
     """Returns the text with {name} replaced by each value. Other braces stay, as JSON may have them."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in values), lambda match: values[match[0][1:-1]], text)

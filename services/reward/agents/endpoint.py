@@ -99,7 +99,7 @@ class Line:
     async def answer(self, asked_for: Request, key: Key) -> CallAnswer:
         """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
         if self._is_over:
-            raise _over()
+            raise _episode_over()
         answering = self._waiting.get(key)
         if answering:
             self.num_retries += 1
@@ -118,7 +118,7 @@ class Line:
             answer = await asyncio.shield(answering)
         except asyncio.CancelledError:
             if answering.cancelled():
-                raise _over() from None
+                raise _episode_over() from None
             raise
         if answer.refusal:
             self._waiting.pop(key, None)
@@ -139,7 +139,7 @@ class Line:
             answering.cancel()
 
 
-def _over() -> Refusal:
+def _episode_over() -> Refusal:
     return Refusal("the episode is over", code="episode_over")
 
 
@@ -219,7 +219,7 @@ class Endpoint:
         if self._site:
             self._site.renew()
         name = os.urandom(_NAME_LENGTH // 2).hex()
-        line = Line(ask, name + self._sign(name), max_model_len)
+        line = Line(ask, name + self._mac(name), max_model_len)
         self._lines[line.key] = line
         return line
 
@@ -258,14 +258,14 @@ class Endpoint:
         given = _BEARER.sub("", said.get("Authorization", "")) or said.get("x-api-key", "")
         name, signed = given[:_NAME_LENGTH], given[_NAME_LENGTH:].encode(errors="replace")
         line = self._lines.get(given)
-        if not hmac.compare_digest(self._sign(name).encode(), signed) or own not in (None, line):
+        if not hmac.compare_digest(self._mac(name).encode(), signed) or own not in (None, line):
             raise Refusal("the API key is not that of an episode", status=401, code="invalid_api_key")
         if line is None:
-            raise _over()
+            raise _episode_over()
         self._servers[line.key if own else ""].know(request.protocol)
         return line
 
-    def _sign(self, name: str) -> str:
+    def _mac(self, name: str) -> str:
         """Returns the second part of a key, by which it is known as one of this service, also after its episode."""
         return hmac.new(self._secret, name.encode(errors="replace"), "sha256").hexdigest()
 

@@ -72,7 +72,7 @@ class Messages(Dialect):
         empty = {**message, "content": [], **dict.fromkeys(end), "usage": {**usage, "output_tokens": 0}}
         yield event({"type": "message_start", "message": empty})
         for index, block in enumerate(message["content"]):
-            start, deltas = _parts(block)
+            start, deltas = _start_and_deltas(block)
             yield event({"type": "content_block_start", "index": index, "content_block": start})
             for delta in deltas:
                 yield event({"type": "content_block_delta", "index": index, "delta": delta})
@@ -168,7 +168,7 @@ def _blocks(answer: CallAnswer) -> list[JsonObject]:
     return blocks
 
 
-def _parts(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
+def _start_and_deltas(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
     """Returns a block as it begins in a stream, and what is then added to it."""
     if block["type"] == "tool_use":
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]

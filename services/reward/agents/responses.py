@@ -55,7 +55,7 @@ class Responses(Dialect):
         is_cut = answer.finish_reason == "length"
         response = _response(f"resp_{answer.call}", "incomplete" if is_cut else "completed")
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
-        return {**response, "output": _items(answer), "usage": usage}
+        return {**response, "output": _output_items(answer), "usage": usage}
 
     def stream(self, answer: CallAnswer, request: Request) -> Iterator[bytes]:
         whole, numbers = self.answer(answer), itertools.count()
@@ -119,7 +119,7 @@ def _response(name: str, status: str) -> JsonObject:
     return {**own, **given, "error": None, "incomplete_details": None, "output": [], "usage": None}
 
 
-def _items(answer: CallAnswer) -> list[JsonObject]:
+def _output_items(answer: CallAnswer) -> list[JsonObject]:
     said, number = json.loads(answer.message_json), answer.call
     items: list[JsonObject] = []
     if said.get("reasoning"):

@@ -133,9 +133,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         reading = asyncio.create_task(episode.read(requests))
         self._metrics.episodes.inc()
         try:
-            async for call in _until(playing, reading, episode.calls):
+            async for call in _calls_until_end(playing, reading, episode.calls):
                 yield pb.PlayResponse(call=call)
-            yield self._last(begin, playing, line)
+            yield self._end_message(begin, playing, line)
         finally:
             # A caller cancels the call as soon as it has the last message; nothing may be left even so.
             ending = self._end_episode(self._endpoint, episode, line, {playing, reading})
@@ -165,7 +165,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             detail = f"the episode took longer than {self._config.episode_s:g} s (environment.episode_s)"
             raise EpisodeError(EnvironmentFailure.TIMEOUT, detail) from error
 
-    def _last(self, begin: pb.Begin, playing: asyncio.Task[Played], line: Line) -> pb.PlayResponse:
+    def _end_message(self, begin: pb.Begin, playing: asyncio.Task[Played], line: Line) -> pb.PlayResponse:
         """Returns the last message: the end of the agent, or its failure."""
         try:
             played = playing.result()
@@ -183,7 +183,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         return pb.PlayResponse(failure=report_failure(begin.episode_id, error, self._metrics, self._tracebacks))
 
 
-async def _until(
+async def _calls_until_end(
     playing: asyncio.Task[Played], reading: asyncio.Task[None], calls: asyncio.Queue[pb.AgentCall]
 ) -> AsyncGenerator[pb.AgentCall, None]:
     """Yields calls until the agent has ended. Raises the error of `reading`."""

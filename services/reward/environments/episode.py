@@ -136,7 +136,7 @@ class Episode:
         if request.alone:
             environment.isolate(self._key)
         try:
-            first = await self._limited("reset", environment.reset(self._key, request.seed, row))
+            first = await self._play_in_time("reset", environment.reset(self._key, request.seed, row))
             return pb.ResetResponse(messages=_messages(first, environment.roles))
         except EpisodeError as error:
             return pb.ResetResponse(failure=self._fail(error))
@@ -144,7 +144,7 @@ class Episode:
     async def _play_step(self, turn: Turn) -> pb.StepResponse:
         environment = self._context.environment
         try:
-            reply = await self._limited("step", environment.step(self._key, turn), to=turn.text)
+            reply = await self._play_in_time("step", environment.step(self._key, turn), to=turn.text)
             response = _step_response(reply, environment.roles)
             for outcome in reply.outcomes:
                 self._context.metrics.tool_calls.labels(outcome).inc()
@@ -158,7 +158,7 @@ class Episode:
         self._begin_end()
         return report_failure(self._key, error, self._context.metrics, self._context.tracebacks)
 
-    async def _limited(
+    async def _play_in_time(
         self, call: Literal["reset", "step"], play: Coroutine[object, object, Played], to: str = ""
     ) -> Played:
         """Returns the environment's reply `to` a text."""

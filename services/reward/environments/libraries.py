@@ -57,7 +57,7 @@ class Game:
             self._game.reset(num_players=1, seed=seed)
             if not isinstance(self._inner.state, self._ta.SinglePlayerState):
                 raise ValueError(f"{self._inner.env_id} is not a game for one player")
-            return self._news()
+            return self._new_messages()
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Plays the move. One that the game's own code cannot read ends the game, with the lowest reward of a game."""
@@ -69,10 +69,10 @@ class Game:
             except Exception as error:  # noqa: BLE001 of a library, which a move can make raise anything
                 log.warning("textarena: %r made the game fail: %r", text[-100:], error)
                 return "", -1.0, True
-            news = self._news()
+            news = self._new_messages()
             return news, float(self._game.close()[0][_PLAYER]) if done else 0.0, done
 
-    def _news(self) -> str:
+    def _new_messages(self) -> str:
         """Returns the game's messages since the last call, without the player's own moves."""
         _, observations = self._inner.get_observation()
         return "\n".join(text for sender, text, _ in observations if sender != _PLAYER)

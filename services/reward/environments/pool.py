@@ -64,13 +64,13 @@ class EpisodeWorker(Worker):
     def _lose(self, calls: Calls, why: str) -> None:
         episodes = {number: str(call["episode"]) for number, (call, _) in calls.items()}
         begun = [episode for number, episode in episodes.items() if number <= self._last_begun]
-        self._blame(begun, set(episodes.values()), why)
+        self._assign_faults(begun, set(episodes.values()), why)
         for number, (_, reply) in calls.items():
             reply.set_result(self.faults[episodes[number]])
         if self._on_loss:
             self._on_loss(self)
 
-    def _blame(self, begun: Sequence[str], waiting: set[str], why: str) -> None:
+    def _assign_faults(self, begun: Sequence[str], waiting: set[str], why: str) -> None:
         """Sets the fault of each episode, given those whose calls had begun, in order, and all that have calls."""
         hurt = (self.episodes | waiting) - self.faults.keys()
         suspects = [episode for episode in begun if episode in hurt] or list(hurt)[: len(hurt) == 1]
@@ -125,7 +125,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         if self.closed:
             raise _crashed("the run was closed")
         with off_the_clock():
-            worker = await (self._own(episode) if episode in self._isolated else self._free())
+            worker = await (self._start_isolated(episode) if episode in self._isolated else self._free())
         self._places[episode] = worker
         worker.episodes.add(episode)
         return await worker.play(episode, message)
@@ -155,7 +155,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         await super().close()
         await asyncio.gather(*(worker.kill() for worker in {*self._retired, *self._places.values()}), *self._kills)
 
-    async def _own(self, episode: str) -> EpisodeWorker:
+    async def _start_isolated(self, episode: str) -> EpisodeWorker:
         await self._places_alone.acquire()
         worker = self._places[episode] = EpisodeWorker(self._target, self.version, None)
         await worker.start()

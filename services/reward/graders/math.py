@@ -201,15 +201,15 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
 def _is_answer(text: str, gold: Sequence[Expression], content: str) -> bool:
     if len(content := content.strip()) > MAX_ANSWER_CHARS:
         return False
-    mine, content = _alike(text, content)
+    mine, content = _without_one_sided_parts(text, content)
     if mine != text:
         text, gold = _parse_gold(mine)
-    content = _simple(content)
+    content = _normalized(content)
     same = compare_texts(text, content)
     return _equal(gold, _parse_answer(content)) if same is None else same
 
 
-def _alike(gold: str, content: str) -> tuple[str, str]:
+def _without_one_sided_parts(gold: str, content: str) -> tuple[str, str]:
     """Returns both without what only one of them says: a letter beside the value, or the names of values.
 
     Values that only one side names have an order: x=2, y=3 is (2, 3), and not (3, 2).
@@ -229,7 +229,7 @@ def _alike(gold: str, content: str) -> tuple[str, str]:
     return gold, content
 
 
-def _simple(text: str) -> str:
+def _normalized(text: str) -> str:
     return plain_number(ratio(without_units(both_signs(text.strip()))))
 
 
@@ -268,7 +268,7 @@ def _all_boxed(text: str) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=1024)
 def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
-    text = _simple(", ".join(boxed(answer)) or answer)
+    text = _normalized(", ".join(boxed(answer)) or answer)
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]

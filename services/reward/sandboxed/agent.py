@@ -67,8 +67,8 @@ class _Child:
             asyncio.create_task(_read(self._process.stdout, self.text, MAX_TEXT_BYTES)),
             asyncio.create_task(_read(self._process.stderr, self.errors, _TAIL_BYTES)),
         ]
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
-        self._reap()  # it may have ended already
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap_children)
+        self._reap_children()  # it may have ended already
 
     async def end(self) -> None:
         """Kills all other processes of the sandbox, and reads what they have printed."""
@@ -81,7 +81,7 @@ class _Child:
                 break
         await asyncio.gather(*self._reading)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

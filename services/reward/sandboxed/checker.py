@@ -85,8 +85,8 @@ class Remote:
         An operation that reads an object of the program has the same result until one that may change objects.
         `is_made` says that the test makes the result by calling a class under test.
         """
-        packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
-        message = {"do": what, "args": [pack(value, self._refer) for value in args], "kwargs": packed}
+        packed = {name: pack(value, self._reference) for name, value in kwargs.items()}
+        message = {"do": what, "args": [pack(value, self._reference) for value in args], "kwargs": packed}
         key = json.dumps(message) if what in _READS else ""
         reply = self._replies.get(key) or self._ask(message)
         if key:
@@ -143,13 +143,13 @@ class Remote:
         args = [unpack(value, self._resolve) for value in message["args"]]
         kwargs = {name: unpack(value, self._resolve) for name, value in message["kwargs"].items()}
         try:
-            return {"value": pack(operation(mine, *args, **kwargs), self._refer)}
+            return {"value": pack(operation(mine, *args, **kwargs), self._reference)}
         except Exception as error:  # noqa: BLE001 the program gets what its callback raises
             if self._is_failed_check(error):
                 self._failed = error
-            return {"error": self._refer(error)}
+            return {"error": self._reference(error)}
 
-    def _refer(self, value: object) -> dict:
+    def _reference(self, value: object) -> dict:
         number = number_of(value)
         if number is None and isinstance(value, type | BaseException):
             number = vars(value).get("__number__")
@@ -164,7 +164,7 @@ class Remote:
         if mine == len(self._mine):
             self._mine.append(value)  # which also keeps it alive, so that no other object gets its id
         if isinstance(value, BaseException):
-            return {"error": {**pack_error(value, self._refer), "mine": mine}}
+            return {"error": {**pack_error(value, self._reference), "mine": mine}}
         return {"callback" if callable(value) else "stub": mine}
 
     def _resolve(self, reference: dict, *, is_made: bool = False) -> object:

@@ -23,7 +23,7 @@ from typing import Any
 from services.reward.sandboxed.wire import OPERATORS, Peer, name_of, pack, pack_error, to_plain, unpack
 
 
-def _items(value: Any) -> object:
+def _as_container(value: Any) -> object:
     """Returns what an object holds that has a length and can be iterated, in plain containers."""
     len(value)
     return {key: value[key] for key in value.keys()} if hasattr(value, "keys") else list(value)  # noqa: SIM118
@@ -35,7 +35,7 @@ _DO: dict[str, Callable] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "plain": to_plain,
-    "items": _items,
+    "items": _as_container,
     "enter": lambda context: type(context).__enter__(context),
     "exit": lambda context, *error: type(context).__exit__(context, *error),
 }
@@ -60,9 +60,9 @@ class Program:
         try:
             if "names" in message:
                 named = {name: vars(module)[name] for name in message["names"] if name in vars(module)}
-                answer: dict[str, object] = {"value": pack(named, self._refer)}
+                answer: dict[str, object] = {"value": pack(named, self._reference)}
             else:
-                answer = self._do(message)
+                answer = self._perform(message)
         except BaseException as error:  # noqa: BLE001 the test may expect any exception
             answer = {"error": self._pack_error(error)}
         answer["printed"] = self._printed.getvalue()
@@ -70,16 +70,16 @@ class Program:
         self._printed.truncate()
         return answer
 
-    def _do(self, message: dict) -> dict:
+    def _perform(self, message: dict) -> dict:
         args = [unpack(value, self._resolve) for value in message["args"]]
         kwargs = {name: unpack(value, self._resolve) for name, value in message["kwargs"].items()}
         result = (_DO.get(message["do"]) or getattr(operator, message["do"]))(*args, **kwargs)
-        answer = {"value": pack(result, self._refer)}
+        answer = {"value": pack(result, self._reference)}
         if result is None and any(type(value) in _CONTAINERS for value in args):
-            answer["args"] = [pack(value, self._refer) for value in args]
+            answer["args"] = [pack(value, self._reference) for value in args]
         return answer
 
-    def _refer(self, value: object) -> dict:
+    def _reference(self, value: object) -> dict:
         if isinstance(value, ModuleType):
             return {"module": value.__name__}
         if isinstance(value, _Stub):
@@ -87,18 +87,18 @@ class Program:
         number = self._number(value)
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [base for base in value.__bases__ if issubclass(base, BaseException)]
-            return {"exception": [number, value.__name__, [name_of(base) or self._refer(base) for base in bases]]}
+            return {"exception": [number, value.__name__, [name_of(base) or self._reference(base) for base in bases]]}
         if isinstance(value, BaseException):
             return {"error": self._pack_error(value)}
         try:
-            return {"value": [number, pack(to_plain(value, int, float, complex, str, bytes), self._refer)]}
+            return {"value": [number, pack(to_plain(value, int, float, complex, str, bytes), self._reference)]}
         except TypeError:
             return {"object": number}
 
     def _pack_error(self, error: BaseException) -> dict:
         if "__test_error__" in vars(error):
             return {"mine": vars(error)["__test_error__"]}
-        return {**pack_error(error, self._refer), "number": self._number(error)}
+        return {**pack_error(error, self._reference), "number": self._number(error)}
 
     def _number(self, value: object) -> int:
         number = self._numbers.setdefault(id(value), len(self._objects))
@@ -133,8 +133,8 @@ class Program:
         return error
 
     def call_back(self, what: str, number: int, args: tuple, kwargs: dict) -> object:
-        packed = {name: pack(value, self._refer) for name, value in kwargs.items()}
-        message = {"callback": number, "what": what, "args": [pack(value, self._refer) for value in args]}
+        packed = {name: pack(value, self._reference) for name, value in kwargs.items()}
+        message = {"callback": number, "what": what, "args": [pack(value, self._reference) for value in args]}
         self._peer.send({**message, "kwargs": packed})
         while "do" in (message := self._peer.receive()):  # that function calls the program in turn
             self._peer.send(self._answer(ModuleType(""), message))

@@ -28,7 +28,7 @@ class WeightStream:
     def __init__(self, causal_lm: PreTrainedModel, dtype: torch.dtype, device: torch.device):
         self._causal_lm, self._dtype, self._device = causal_lm, dtype, device
         named = [(name, parameter) for name, parameter in causal_lm.named_parameters() if not is_adapter(name)]
-        self._runs = list(split_into_runs(named, _fits))
+        self._runs = list(split_into_runs(named, _fits_in_run))
         # Each buffer's name in the checkpoint, its module, and its name in the module.
         self._owners = [
             (f"{path}.{name}", module, name)
@@ -99,5 +99,5 @@ def _shard_shape(shape: torch.Size, rank: int, world: int) -> torch.Size:
     return torch.Size([max(0, min(most, shape[0] - rank * most)), *shape[1:]])
 
 
-def _fits(run: list[tuple[str, nn.Parameter]], named: tuple[str, nn.Parameter]) -> bool:
+def _fits_in_run(run: list[tuple[str, nn.Parameter]], named: tuple[str, nn.Parameter]) -> bool:
     return sum(parameter.numel() for _, parameter in (*run, named)) <= _RUN_NUMEL

@@ -60,10 +60,10 @@ class GroupedExperts(MegatronModule):
         ends_E = tokens_per_expert.to(tokens_TH.device, non_blocking=True).cumsum(0).to(torch.int32)
         hidden = self._gate_up(tokens_TH, ends_E)
         if not self._is_recomputed:
-            return self._down(self._activate(hidden, probs_T), probs_T, ends_E), None
+            return self._project_down(self._activate(hidden, probs_T), probs_T, ends_E), None
         checkpoint = tensor_parallel.CheckpointWithoutOutput()
         activated = checkpoint.checkpoint(self._activate, hidden, probs_T)
-        out = self._down(activated, probs_T, ends_E)
+        out = self._project_down(activated, probs_T, ends_E)
         checkpoint.discard_output_and_register_recompute(out)
         return out, None
 
@@ -109,7 +109,7 @@ class GroupedExperts(MegatronModule):
     def _gate_up(self, tokens_TH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(tokens_TH, self.weight1.transpose(1, 2), offs=ends_E)
 
-    def _down(self, activated_TF: torch.Tensor, probs_T: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def _project_down(self, activated_TF: torch.Tensor, probs_T: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         return F.grouped_mm(activated_TF, self.weight2.transpose(1, 2), offs=ends_E)
 
     def _activate(self, hidden: torch.Tensor, probs_T: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ class StackedExperts(GroupedExperts):
         assert limit is not None, "the model's config has it"
         return _clamped_swiglu(hidden, probs_T, limit)
 
-    def _down(self, activated_TF: torch.Tensor, probs_T: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def _project_down(self, activated_TF: torch.Tensor, probs_T: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         out = F.grouped_mm(activated_TF, self.down_proj, offs=ends_E)
         # ETP ranks add their outputs, so each adds its share of the bias.
         bias = self.down_proj_bias[_expert_of_each(out, ends_E)] * (probs_T / self._etp_group.size()).unsqueeze(-1)

@@ -91,7 +91,7 @@ class AdaptedLinear(AdaptedLayer):
 
     def merged_weight(self) -> torch.Tensor:
         merged = torch.empty_like(self.weight.detach())
-        for target, part in zip(self._parts(merged), self.merged_parts(self._parts), strict=True):
+        for target, part in zip(self._part_views(merged), self.merged_parts(self._part_views), strict=True):
             part.write(target)
         return merged
 
@@ -116,7 +116,7 @@ class AdaptedLinear(AdaptedLayer):
             for part, weight in zip(parts, weights, strict=True)
         ]
 
-    def _parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _part_views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Returns views of the parts: groups, rows of a group, columns."""
         shape = self.lora_shape
         heights = [rows // shape.num_groups for rows in shape.rows.values()]

@@ -271,13 +271,13 @@ def _layer_spec(
 def _with_expert_norms_apart(spec: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
     """Gives the norm before experts the checkpoint name that it has with TransformerEngine, which never fuses it."""
 
-    def apart(parts: Any) -> dict[str, object]:
+    def without_shared_keys(parts: Any) -> dict[str, object]:
         names = dict(parts.sharded_state_dict_keys_map)
         if parts.mlp.module is MoELayer:
             names.pop("pre_mlp_layernorm.", None)  # latent attention has no names
         return {"sharded_state_dict_keys_map": names}
 
-    return with_parts(spec, apart)
+    return with_parts(spec, without_shared_keys)
 
 
 def _with_separate_norms(spec: TransformerBlockSubmodules, *, is_latent: bool) -> TransformerBlockSubmodules:

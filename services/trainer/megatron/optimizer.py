@@ -285,7 +285,7 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         groups.setdefault(piece.wanted["param"].key, []).append(piece)
-    batches = [list(itertools.chain(*batch)) for batch in split_into_runs(groups.values(), _fits)]
+    batches = [list(itertools.chain(*batch)) for batch in split_into_runs(groups.values(), _fits_in_batch)]
     num_rounds = max(gather_json(len(batches), torch.device("cpu")))
     for batch in itertools.islice(itertools.chain(batches, itertools.repeat([])), num_rounds):
         loaded = load({index: piece.wanted for index, piece in enumerate(batch)}, directory)
@@ -296,5 +296,5 @@ def load_pieces(pieces: Sequence[Piece], directory: Path) -> None:
             share_hybrid(part.optimizer)
 
 
-def _fits(batch: Sequence[list[Piece]], group: list[Piece]) -> bool:
+def _fits_in_batch(batch: Sequence[list[Piece]], group: list[Piece]) -> bool:
     return sum(piece.num_bytes for piece in itertools.chain(*batch, group)) <= _BATCH_BYTES

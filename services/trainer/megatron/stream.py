@@ -66,7 +66,7 @@ class WeightStream:
         self._parts = {entry.name: part_of(entry.name) for entry in self._entries}
         self._runs = list(split_into_runs(self._entries, _is_in))
         # Parameters of each run that are neighbors in this rank's memory, if only this rank holds them.
-        follows = lambda together, entry: self._follows(together[-1], entry)  # noqa: E731
+        follows = lambda together, entry: self._is_adjacent(together[-1], entry)  # noqa: E731
         self._neighbors = [list(split_into_runs(run, follows)) for run in self._runs]
         self._names = [[name for entry in run for name in self._parts[entry.name].names] for run in self._runs]
         # Views of each parameter. Making new ones for every publication would take longer than copying the numbers.
@@ -83,12 +83,12 @@ class WeightStream:
         so that several ranks gather and pack at the same time, and tensors on only one rank are not gathered. Small
         runs stay in the slot before them.
         """
-        slots = _deal(self._runs, self._names, bucket_bytes)
+        slots = _to_slots(self._runs, self._names, bucket_bytes)
         return [(sender, sum(len(self._names[index]) for index in indices)) for sender, indices in slots]
 
     def to_senders(self, bucket_bytes: int) -> Iterator[Iterator[Item]]:
         """Yields this rank's whole tensors of each round of `slots`. All ranks must finish all rounds."""
-        for together in take_together((slot[0], slot) for slot in _deal(self._runs, self._names, bucket_bytes)):
+        for together in take_together((slot[0], slot) for slot in _to_slots(self._runs, self._names, bucket_bytes)):
             streamed = self._gather(together, spans=True)
             yield streamed
             for _ in streamed:
@@ -115,7 +115,7 @@ class WeightStream:
             if index is not None and spans and not received:
                 yield from self._spans(index)
             elif own is not None:
-                yield from self._whole(own, received)
+                yield from self._join(own, received)
 
     def _exchange(
         self, own: Sequence[Entry] | None, others: Sequence[tuple[int, Sequence[Entry]]]
@@ -129,16 +129,16 @@ class WeightStream:
         operations = [dist.P2POp(dist.irecv, flat, holder) for holder, flat in received.items()]
         for sender, run in others:
             if self._rank in run[0].holders:
-                operations.append(dist.P2POp(dist.isend, self._flat(run), sender))
+                operations.append(dist.P2POp(dist.isend, self._as_bytes(run), sender))
         # A batch uses the communicator of all ranks; single operations would make one for each pair of ranks.
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return received
 
-    def _whole(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _join(self, run: Sequence[Entry], received: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the joined shards of all holders; this rank's own shards are not copied first."""
         holders = run[0].holders
-        per_holder = [_shards(received[h], run) if h in received else self._own(run) for h in holders]
+        per_holder = [_shards(received[h], run) if h in received else self._local_shards(run) for h in holders]
         for entry, *shards in zip(run, *per_holder, strict=True):
             yield from self._joined(entry, shards)
 
@@ -146,17 +146,17 @@ class WeightStream:
         """Yields the tensors of a run that only this rank holds, those that are neighbors in memory together."""
         for entries in self._neighbors[index]:
             if len(entries) == 1:
-                yield from self._alone(entries[0])
+                yield from self._own_tensors(entries[0])
             else:
                 first, num_bytes = self._local[entries[0].name].tensor, sum(entry.num_bytes for entry in entries)
                 names = [name for entry in entries for name in self._parts[entry.name].names]
                 yield Span(names, first.detach().as_strided((num_bytes // first.element_size(),), (1,)))
 
-    def _alone(self, entry: Entry) -> Sequence[Item]:
+    def _own_tensors(self, entry: Entry) -> Sequence[Item]:
         """Returns the tensors of a parameter that only this rank holds."""
         part, parameter = self._parts[entry.name], self._local[entry.name].tensor
         if part.views is None or parameter.device != self._device:
-            return list(self._joined(entry, list(self._own([entry]))))
+            return list(self._joined(entry, list(self._local_shards([entry]))))
         if layer := self._adapted(self._local[entry.name]):
             return list(zip(part.names, layer.merged_parts(part.views), strict=True))
         views = self._views.get(entry.name, [])
@@ -165,7 +165,7 @@ class WeightStream:
             self._views[entry.name] = views
         return views
 
-    def _follows(self, before: Entry, entry: Entry) -> bool:
+    def _is_adjacent(self, before: Entry, entry: Entry) -> bool:
         """Returns whether a parameter begins where the one before it ends, and so do their tensors in a bucket."""
         if entry.holders != (self._rank,) or any(self._adapted(self._local[one.name]) for one in (before, entry)):
             return False
@@ -182,13 +182,13 @@ class WeightStream:
             and first.storage_offset() + first.numel() == second.storage_offset()
         )
 
-    def _own(self, run: Sequence[Entry]) -> Iterator[torch.Tensor]:
+    def _local_shards(self, run: Sequence[Entry]) -> Iterator[torch.Tensor]:
         for parameter in (self._local[entry.name] for entry in run):
             layer = self._adapted(parameter)
             yield (layer.merged_weight() if layer else parameter.tensor).detach().to(self._device)
 
-    def _flat(self, run: Sequence[Entry]) -> torch.Tensor:
-        flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._own(run)]
+    def _as_bytes(self, run: Sequence[Entry]) -> torch.Tensor:
+        flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._local_shards(run)]
         return torch.cat(flats) if len(flats) > 1 else flats[0]
 
     def _joined(self, entry: Entry, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -218,7 +218,7 @@ def _shards(flat: torch.Tensor, run: Sequence[Entry]) -> list[torch.Tensor]:
     return [part.view(entry.dtype).view(entry.shape) for part, entry in zip(parts, run, strict=True)]
 
 
-def _deal(runs: Sequence[Sequence[Entry]], names: Sequence[Sequence[str]], bucket_bytes: int) -> Iterator[Slot]:
+def _to_slots(runs: Sequence[Sequence[Entry]], names: Sequence[Sequence[str]], bucket_bytes: int) -> Iterator[Slot]:
     """Yields slots of at most one bucket, or of one larger run. The next sender is the holder that has sent least."""
     sent: Counter[int] = Counter()
     sender, indices, in_slot = 0, [], 0

@@ -207,9 +207,9 @@ class BatchUpdate:
                 "step, lower optim.lr, or set optim.on_nonfinite to skip",
                 reason=Reason.NONFINITE_GRADIENT,
             )
-        return self._shown(means) | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+        return self._update_metrics(means) | {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
-    def _shown(self, means: dict[str, float]) -> dict[str, float]:
+    def _update_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Returns the metrics of an update, given the means over its mini-batch."""
         return means
 
@@ -227,7 +227,7 @@ class CriticUpdate(BatchUpdate):
     def _loss(self, totals: Totals) -> LossFunction:
         return lambda outputs_1N, microbatch: value_loss(outputs_1N[0], microbatch.columns, totals, self._value_loss)
 
-    def _shown(self, means: dict[str, float]) -> dict[str, float]:
+    def _update_metrics(self, means: dict[str, float]) -> dict[str, float]:
         shown = {name: means[name] for name in ("loss", "clip_fraction", "value_mean", "return_mean")}
         return shown | {"explained_variance": explained_variance(means)}
 

@@ -46,7 +46,7 @@ class PairEnd(Epoch):
         own = " ".join(map(str, values))
         return len(set(self._exchange(name, own, ranks, "all members to compare what they hold"))) == 1
 
-    def _meet(self, own: pb.PairMember) -> list[pb.PairMember]:
+    def _meet_members(self, own: pb.PairMember) -> list[pb.PairMember]:
         """Tells all members about this one. Returns all of them, in the order of their ranks."""
         encoded, ranks = own.SerializeToString().hex(), range(self.world_size)
         members = self._exchange("pair", encoded, ranks, "all members to name their devices")
@@ -158,7 +158,7 @@ class PairReceiver(PairEnd):
 
     def _connect(self, group: types_pb2.WeightGroup) -> None:
         own = pb.PairMember(device=device_name(self.device, self.rank - self.num_trainer_ranks))
-        members = self._meet(own)
+        members = self._meet_members(own)
         self._partner = partners(members, self.num_trainer_ranks)[self.rank]
         try:
             self._link = Link.to(members[self._partner].socket)
@@ -314,7 +314,9 @@ class PairSender(PairEnd):
     def _connect(self, group: types_pb2.WeightGroup) -> None:
         listener = Listener()
         try:
-            members = self._meet(pb.PairMember(device=device_name(self.device, self.rank), socket=listener.name))
+            members = self._meet_members(
+                pb.PairMember(device=device_name(self.device, self.rank), socket=listener.name)
+            )
             trainer_of = partners(members, self.num_trainer_ranks)
             self._partner = next((worker for worker, rank in trainer_of.items() if rank == self.rank), -1)
             while self._partner >= 0 and self._link is None:

@@ -73,7 +73,7 @@ def dataset_file(url: str, field: str) -> Path:
     """
     import huggingface_hub  # slow, and few runs need it
 
-    dataset, revision, file = _parts(url, field)
+    dataset, revision, file = _split_url(url, field)
     if not file:
         raise InvalidInput(f"{field}: {url} names no file: add one, as in {url}/FILE", field=field)
     name = f"file {file} of dataset {dataset}"
@@ -95,7 +95,7 @@ def dataset_files(url: str, field: str, *, suffixes: tuple[str, ...]) -> list[st
         NotFound: The Hub has no such dataset, or you may not see it.
         Unavailable: The Hub is unreachable, which alone knows all files.
     """
-    dataset, revision, wanted = _parts(url, field)
+    dataset, revision, wanted = _split_url(url, field)
     if wanted and "*" not in wanted:
         return [url]
     with _hub_errors(f"dataset {dataset}", revision, field):
@@ -130,7 +130,7 @@ def _info(dataset: str, revision: str | None, otherwise: str, field: str) -> "Da
         raise Unavailable(f"{message}: use a local copy", field=field) from error
 
 
-def _parts(url: str, field: str) -> tuple[str, str | None, str | None]:
+def _split_url(url: str, field: str) -> tuple[str, str | None, str | None]:
     parts = _DATASET_FILE.fullmatch(url)
     if not parts:
         raise InvalidInput(f"{field}: {url} is not hf://datasets/OWNER/NAME[@REVISION]/FILE", field=field)

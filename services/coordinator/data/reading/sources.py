@@ -285,7 +285,7 @@ def read_usable(path: Path, bad: BadRows, *, field: str) -> Iterator[tuple[str, 
     form = Path(path.name.lower().removesuffix(".gz")).suffix
     try:
         if form in (".jsonl", ".ndjson", ".json") and not _is_parquet(path):
-            yield from _usable(path, form, bad)
+            yield from _usable_rows(path, form, bad)
             return
     except (OSError, EOFError, zlib.error) as error:
         raise InvalidInput(f"{field}: {path} cannot be read: {error}", field=field) from error
@@ -295,7 +295,7 @@ def read_usable(path: Path, bad: BadRows, *, field: str) -> Iterator[tuple[str, 
         yield where, index, row
 
 
-def _usable(path: Path, form: str, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
+def _usable_rows(path: Path, form: str, bad: BadRows) -> Iterator[tuple[str, int, Record]]:
     with _opened(path) as file:
         is_list = file.read(_START).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         file.seek(0)

@@ -87,12 +87,12 @@ def panels(rows: Sequence[Row]) -> list[JsonObject]:
     steps = thin(steps_of(rows))
     made: list[JsonObject] = []
     for panel in (*_PANELS, _components(steps), _by_column(rows), *_learning_rate(steps)):
-        series = [_series(name, metric, _having(metric, rows, steps)) for name, metric in panel.series.items()]
+        series = [_series(name, metric, _rows_with(metric, rows, steps)) for name, metric in panel.series.items()]
         if panel.held_out:
             end = f"/{panel.held_out}"
             metrics = sorted({m for row in rows for m in row if m.startswith("eval/") and m.endswith(end)})
             names = (metric.removeprefix("eval/").removesuffix(end) for metric in metrics)
-            series += [_series(name, m, _having(m, rows, steps)) for name, m in zip(names, metrics, strict=True)]
+            series += [_series(name, m, _rows_with(m, rows, steps)) for name, m in zip(names, metrics, strict=True)]
         if series := [one for one in series if one["x"]]:
             made.append({"title": panel.title, "log": panel.is_log, "series": series})
     return made
@@ -147,7 +147,7 @@ def _by_value(metric: str) -> str:
     return f"{where.removeprefix('eval/')} {name[len('reward[') : -1]}".strip()
 
 
-def _having(metric: str, rows: Sequence[Row], steps: Sequence[Row]) -> Sequence[Row]:
+def _rows_with(metric: str, rows: Sequence[Row], steps: Sequence[Row]) -> Sequence[Row]:
     return thin([row for row in rows if metric in row]) if metric.startswith("eval/") else steps
 
 

@@ -108,7 +108,7 @@ def embed(
     for some, share in ((batches, 1 - held_out), (evaluations, held_out)):
         left = int(max_bytes * share)
         most = left // max(1, min(len(some), _MIN_SOURCES))
-        for source in _spread(some):
+        for source in _ends_then_middles(some):
             if (table := _read(source)) is None:
                 continue
             samples, num_bytes = _fit(source, table, decode, most)
@@ -141,7 +141,7 @@ def histogram(all_sources: Sequence[Source]) -> dict[str, object]:
     return {"labels": labels, "counts": {step: np.histogram(some, edges)[0].tolist() for step, some in rewards.items()}}
 
 
-def _spread(some: Sequence[Source]) -> Iterator[Source]:
+def _ends_then_middles(some: Sequence[Source]) -> Iterator[Source]:
     """Yields the last source, the first, then repeatedly the middles of all remaining gaps."""
     if some:
         yield some[-1]
@@ -194,7 +194,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
     """Returns the samples of some groups; each of `columns` has one value per sample."""
     chosen = table.filter(pc.is_in(table["group"], value_set=pa.array(groups, table.schema.field("group").type)))
     samples = [list(rows) for _, rows in groupby(chosen.to_pylist(), lambda row: (row["group"], row["sample"]))]
-    ends, rows = _ends(source), [segments[0] for segments in samples]
+    ends, rows = _final_texts(source), [segments[0] for segments in samples]
     components = list(dict.fromkeys(name for row in rows for name, _ in row["components"]))
     stamps = list(dict.fromkeys((row["policy_version"], row["policy_digest"]) for row in rows))
     prompts = {row["group"]: row for row in rows}
@@ -273,7 +273,7 @@ def _calls(segments: Sequence[Record], decode: Decode) -> Iterator[_Part]:
             stack += [(first, called, depth), *((other, called, depth + 1) for other in reversed(others))]
 
 
-def _ends(source: Source) -> dict[tuple[int, int], _Part]:
+def _final_texts(source: Source) -> dict[tuple[int, int], _Part]:
     path = source.path.with_suffix(".calls.parquet")
     table = _read(replace(source, path=path), ["group", "sample", "text", "exit_code"]) if path.is_file() else None
     return {

@@ -88,7 +88,7 @@ def _held_out(ledger: LedgerReader) -> str:
     if not names:
         return ""
     first, last = evaluations[0], evaluations[-1]
-    text = f"{_of(names[0])} {first[names[0]]:.3f}"
+    text = f"{_without_prefix(names[0])} {first[names[0]]:.3f}"
     text += f" → {last.get(names[0], math.nan):.3f}" if len(evaluations) > 1 else ""
     change = change_between(ledger, first["version"], last["version"])
     return text + (f", not to be compared: {change}" if change else "")
@@ -176,7 +176,7 @@ def _value(config: Mapping[str, object], key: str) -> str:
 
 def _curves(runs: Sequence[_Compared]) -> _Rows:
     held_out = (metric for metric in _held_out_metrics(runs) if metric.endswith(("/reward", "/nll")))
-    metrics = _CURVES | {f"held-out {_of(metric)}": metric for metric in held_out}
+    metrics = _CURVES | {f"held-out {_without_prefix(metric)}": metric for metric in held_out}
     return {name: drawn for name, metric in metrics.items() if (drawn := _drawn([run.series(metric) for run in runs]))}
 
 
@@ -201,7 +201,9 @@ def _drawn(series: Sequence[_Series]) -> list[str]:
 def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
     last = {metric: [run.series(metric)[-1:] for run in runs] for metric in _held_out_metrics(runs)}
     return {
-        f"last {_of(metric)}": ["".join(f"{value:.4g} (step {step})" for step, value in points) for points in of_runs]
+        f"last {_without_prefix(metric)}": [
+            "".join(f"{value:.4g} (step {step})" for step, value in points) for points in of_runs
+        ]
         for metric, of_runs in last.items()
     }
 
@@ -219,5 +221,5 @@ def _held_out_metrics(runs: Sequence[_Compared]) -> list[str]:
     return sorted({name for run in runs for row in run.rows for name in row if name.startswith("eval/")})
 
 
-def _of(metric: str) -> str:
+def _without_prefix(metric: str) -> str:
     return metric.removeprefix("eval/")

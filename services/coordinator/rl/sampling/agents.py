@@ -191,7 +191,7 @@ class AgentEpisode:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
             self._log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
-        self._note(call.number, is_cut=is_cut and limit == most)
+        self._note_last_call(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
             call=asked.number,
             message_json=json.dumps(message),
@@ -204,7 +204,7 @@ class AgentEpisode:
     async def _count(self, asked: AgentCall, said: JsonMapping) -> CallAnswer:
         """Returns the number of tokens that the prompt of this request would have."""
         if self._limit is not None:
-            return self._over(asked)
+            return self._refuse_after_end(asked)
         try:
             call = await asyncio.to_thread(self.threads.place, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
@@ -219,7 +219,7 @@ class AgentEpisode:
         if self._limit is None and self._num_tokens >= settings.max_tokens:
             self._limit = _LENGTH
         if self._limit is not None:
-            return self._over(asked)
+            return self._refuse_after_end(asked)
         self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
         if said["stop"] and (why := self._refuses_stop()):
             return self._refuse(asked, why, "unsupported_stop")
@@ -231,10 +231,10 @@ class AgentEpisode:
         if self.threads.num_segments > settings.max_segments:
             self._limit = _TURN_LIMIT
             self.threads.drop(call)
-            return self._over(asked)
+            return self._refuse_after_end(asked)
         if len(call.prompt) >= most:
             self.threads.drop(call)
-            self._note(asked.number, is_cut=True)
+            self._note_last_call(asked.number, is_cut=True)
             self._overlong = asked.number
             message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
             return self._refuse(asked, message, "context_length_exceeded")
@@ -251,12 +251,12 @@ class AgentEpisode:
             needed = "routed experts that trainer.moe.router_replay needs; leave it out, or set that to off"
         return needed and f"stop (stop_sequences): an answer that ends at such a text comes without the {needed}"
 
-    def _note(self, number: int, *, is_cut: bool) -> None:
+    def _note_last_call(self, number: int, *, is_cut: bool) -> None:
         """Remembers whether the last call was cut off by a limit of the run, and not by the agent's own."""
         if number >= self._last:
             self._last, self._is_cut = number, is_cut
 
-    def _over(self, asked: AgentCall) -> CallAnswer:
+    def _refuse_after_end(self, asked: AgentCall) -> CallAnswer:
         message = "the episode is over: it has reached environment.max_calls, max_tokens or max_segments"
         refusal = self._refuse(asked, message, "episode_over")
         refusal.is_over = True
@@ -337,7 +337,7 @@ def message_of(
     """
     text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
     reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
-    shown, stop = _before(content, said["stop"])
+    shown, stop = _split_at_stop(content, said["stop"])
     message: JsonObject = {"role": "assistant", "content": shown}
     message |= {"reasoning": reasoning} if reasoning else {}
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
@@ -381,7 +381,7 @@ def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> t
     return (reasoning.lstrip().removeprefix(begin) if opened else reasoning).strip(), content.strip()
 
 
-def _before(text: str, stops: Sequence[str]) -> tuple[str, str]:
+def _split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Returns the text before the first of the stop strings that the agent has asked for, and that string."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))

@@ -107,9 +107,9 @@ def _value(node: ast.expr, depth: int) -> float:
     if depth == 0:
         raise BadArgumentsError(f"the expression is nested more than {_MAX_DEPTH} deep")
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        return _limited(node.value)
+        return _checked(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _limited(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))
+        return _checked(_BINARY[type(node.op)](_value(node.left, depth - 1), _value(node.right, depth - 1)))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand, depth - 1))
     raise BadArgumentsError("only numbers, parentheses and + - * / // % ** are known")
@@ -121,7 +121,7 @@ def _power(base: float, exponent: float) -> float:
     return base**exponent
 
 
-def _limited(value: float | complex) -> float:
+def _checked(value: float | complex) -> float:
     if isinstance(value, complex):  # as (-8) ** 0.5 is
         raise BadArgumentsError("the result is not a real number")
     if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):

@@ -43,11 +43,11 @@ class ToolsEnvironment(Environment):
             await server.open()
             self._served |= {schema["function"]["name"]: server for schema in server.schemas}
         schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
-        self._offer(schemas + [schema for server in self._servers for schema in server.schemas])
+        self._set_tools(schemas + [schema for server in self._servers for schema in server.schemas])
         versions = [one.version for one in (*self._tools.values(), *self._servers)]
         self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
 
-    def _offer(self, schemas: Sequence[Schema]) -> None:
+    def _set_tools(self, schemas: Sequence[Schema]) -> None:
         """Sets the tools that the policy can call. With syntax tags, the prompt must describe them."""
         names = [schema["function"]["name"] for schema in schemas]
         if len(set(names)) < len(names):

@@ -134,12 +134,12 @@ def _text(result: object) -> str:
     if isinstance(result, bytes | bytearray):
         return result.decode(errors="replace")
     try:
-        return json.dumps(result, ensure_ascii=False, default=_plain)
+        return json.dumps(result, ensure_ascii=False, default=_to_json_value)
     except (TypeError, ValueError, RecursionError):  # keys that are no texts, or an object within itself
         return str(result)
 
 
-def _plain(value: Any) -> object:
+def _to_json_value(value: Any) -> object:
     if hasattr(value, "tolist"):  # numpy's numbers and arrays, and torch's
         return value.tolist()
     if isinstance(value, bytes | bytearray):

@@ -39,15 +39,15 @@ class Connection:
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._requests: set[asyncio.Future[Any]] = set()
-        self._holding = asyncio.create_task(self._hold())
+        self._holding = asyncio.create_task(self._keep_session())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
         """Returns the answer to a request, or raises EpisodeError or what the request raises, such as MCPError."""
-        session = await self._limited(asyncio.shield(self._session), _START_TIMEOUT_S)
+        session = await self._answer_in_time(asyncio.shield(self._session), _START_TIMEOUT_S)
         answer = asyncio.ensure_future(request(session))
         self._requests.add(answer)
         try:
-            return await self._limited(answer, self._config.timeout_s)
+            return await self._answer_in_time(answer, self._config.timeout_s)
         finally:
             answer.cancel()
             self._requests.discard(answer)
@@ -60,15 +60,15 @@ class Connection:
         self._holding.cancel()
         await asyncio.wait({self._holding}, timeout=_CLOSE_S)
 
-    async def _limited(self, answer: asyncio.Future[Answer], timeout_s: float) -> Answer:
+    async def _answer_in_time(self, answer: asyncio.Future[Answer], timeout_s: float) -> Answer:
         await asyncio.wait({answer, self._holding}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
         if self._holding.done():
-            raise failed(EnvironmentFailure.CRASHED, told(self._config, self._holding.exception()))
+            raise failed(EnvironmentFailure.CRASHED, describe_error(self._config, self._holding.exception()))
         raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
 
-    async def _hold(self) -> None:
+    async def _keep_session(self) -> None:
         from mcp import ClientSession
 
         async with self._streams() as (read, write), ClientSession(read, write) as session:
@@ -98,7 +98,7 @@ def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
     return EpisodeError(reason, f"mcp {detail[:_MAX_DETAIL_CHARS]}")
 
 
-def told(config: McpToolConfig, error: BaseException | None) -> str:
+def describe_error(config: McpToolConfig, error: BaseException | None) -> str:
     """Returns what to say about an error of a server, without queries of URLs, which may have a key."""
     while isinstance(error, BaseExceptionGroup):  # anyio wraps errors in groups of one
         error = error.exceptions[0]
@@ -132,7 +132,7 @@ class McpTools:
         except EpisodeError:
             raise
         except Exception as error:
-            raise failed(EnvironmentFailure.CRASHED, told(self._config, error)) from error
+            raise failed(EnvironmentFailure.CRASHED, describe_error(self._config, error)) from error
         names = [tool.name for tool in tools]
         if missing := [name for name in self._config.names if name not in names]:
             detail = f"{self._config.place} has no tool {missing[0]}, but {', '.join(names) or 'none'}"
@@ -171,10 +171,10 @@ class McpTools:
             self._replace(connection)
             raise
         except RuntimeError as error:  # the result is not of the schema that the server gave, or asks for an input
-            raise failed(EnvironmentFailure.INVALID_REPLY, told(self._config, error)) from error
+            raise failed(EnvironmentFailure.INVALID_REPLY, describe_error(self._config, error)) from error
         except Exception as error:
             self._replace(connection)
-            raise failed(EnvironmentFailure.CRASHED, told(self._config, error)) from error
+            raise failed(EnvironmentFailure.CRASHED, describe_error(self._config, error)) from error
         parts = [_text(part) for part in result.content]
         if not any(part.type == "text" for part in result.content) and result.structured_content is not None:
             parts.append(json.dumps(result.structured_content, ensure_ascii=False))

@@ -117,7 +117,7 @@ def tell_stages() -> None:
         ("determine_available_memory", "compile the model and measure its memory"),
         ("initialize_from_config", "set up caches and warm up"),
     ):
-        _do_before(Executor, method, functools.partial(_tell, stage))
+        _do_before(Executor, method, functools.partial(_send_stage, stage))
 
 
 def keep_sockets_together() -> None:
@@ -133,7 +133,7 @@ def keep_sockets_together() -> None:
     _do_before(MultiprocExecutor, "_init_executor", beside_model_card)
 
 
-def _tell(stage: str, executor: Executor) -> None:
+def _send_stage(stage: str, executor: Executor) -> None:
     path = os.path.join(executor.model_config.model, STAGES_SOCKET)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(OSError):  # nobody listens
         sender.sendto(stage.encode(), path)

@@ -63,7 +63,7 @@ def returning_masks(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgume
     if _is_split(arguments) or not (is_native or version in (_V1_RUNNER_ON_GPU if is_gpu else _SEEN)):
         why = "with pipeline_parallel_size or data_parallel_size above 1" if _is_split(arguments) else "on this device"
         raise refusal(f"vLLM {version} cannot return {why} which tokens it has kept")
-    marked = _marked(arguments, MASKS)
+    marked = _with_option(arguments, MASKS)
     return marked | {"return_sampling_mask": True} if is_native else marked
 
 
@@ -87,14 +87,14 @@ def returning_experts(arguments: EngineArguments, *, is_gpu: bool) -> EngineArgu
     if is_gpu:
         return None
     can_hook = version in _SEEN and arguments.get("enforce_eager")  # a compiled router would not call the hook
-    return _marked(arguments, EXPERTS) if can_hook else None
+    return _with_option(arguments, EXPERTS) if can_hook else None
 
 
 def _is_split(arguments: EngineArguments) -> bool:
     return arguments.get("pipeline_parallel_size", 1) > 1 or arguments.get("data_parallel_size", 1) > 1
 
 
-def _marked(arguments: EngineArguments, key: str) -> EngineArguments:
+def _with_option(arguments: EngineArguments, key: str) -> EngineArguments:
     return {**arguments, "additional_config": {**arguments.get("additional_config", {}), key: True}}
 
 
@@ -116,7 +116,7 @@ class _MaskRecorder:
         sampled_B, logprobs_BV = self._sample(*args, **kwargs)
         requests = self._runner.input_batch.req_ids
         states = [self._runner.requests[request] for request in requests]
-        asking = [row for row, state in enumerate(states) if _asks(state.sampling_params)]
+        asking = [row for row, state in enumerate(states) if _wants_masks(state.sampling_params)]
         if asking:
             assert logprobs_BV is not None, "requests ask for log-probabilities, and returning_masks requires the mode"
             if len(asking) < len(requests):
@@ -137,7 +137,7 @@ class _MaskRecorder:
         return output
 
 
-def _asks(sampling: SamplingParams) -> bool:
+def _wants_masks(sampling: SamplingParams) -> bool:
     return MASKS in (sampling.extra_args or {})
 
 
