@@ -176,7 +176,7 @@ print(sorted(statuses), end="")
 
 async def test_a_program_is_filled_in_once_and_its_setup_runs_before():
     values = {"prompt": "say {key} {{x}}", "key": "secret", "seed": "7", "url": "http://u"}
-    assert command._filled("{prompt} {seed} {other}", values) == "say {key} {{x}} 7 {other}"
+    assert command._substitute("{prompt} {seed} {other}", values) == "say {key} {{x}} 7 {other}"
     settings = {"setup": ["sh", "-c", "echo no >&2; exit 3"], "command": ["true"]}
     async with staged(lambda text, seed: "hi", **settings) as stage:
         with pytest.raises(EpisodeFailed, match="setup ended with exit code 3: no"):

@@ -100,11 +100,11 @@ async def test_a_run_whose_ledger_is_held_before_every_decision_goes_on(
         assert on_warning.holder is None, "a statement waits although the loop could have awaited"
         return patiently(self, action)
 
-    patiently = Database._patiently
+    patiently = Database._retry_while_locked
     config = make_run(tmp_path, 2)
     monkeypatch.setattr(Ledger, "free", held)
     async with surviving_services() as services:
-        monkeypatch.setattr(Database, "_patiently", not_blocking)
+        monkeypatch.setattr(Database, "_retry_while_locked", not_blocking)
         outcome = await services.run(config)
         assert (outcome.version, services.rank.trained) == (2, [0, 1])
     # Begun, epoch, three publications, two batches, three evaluations, two saves, and the export.
@@ -234,7 +234,7 @@ def test_every_error_of_sqlite_names_the_file_and_the_fix(tmp_path: Path, name: 
     error = sqlite3.OperationalError("it failed")
     error.sqlite_errorcode = _CODES[name] | 5 << 8  # an extended code
     with closing(Database(tmp_path / LEDGER)) as opened, pytest.raises(LockstepError) as caught:
-        opened._patiently(lambda: (_ for _ in ()).throw(error))
+        opened._retry_while_locked(lambda: (_ for _ in ()).throw(error))
     assert caught.value.message.startswith(str(tmp_path / LEDGER)) and "it failed" in caught.value.message
     assert ";" in caught.value.message
 

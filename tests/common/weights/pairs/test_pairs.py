@@ -270,12 +270,12 @@ def test_a_member_that_never_comes_aborts_the_others_within_the_timeout(store, p
 
 
 def test_a_worker_on_another_device_is_refused(store, pool, monkeypatch) -> None:
-    meet = PairSender._meet
+    meet = PairSender._meet_members
 
     def elsewhere(self: PairSender, own: PairMember) -> list[PairMember]:
         return meet(self, PairMember(device="GPU-of-another-host", socket=own.socket))
 
-    monkeypatch.setattr(PairSender, "_meet", elsewhere)
+    monkeypatch.setattr(PairSender, "_meet_members", elsewhere)
     with raises(InvalidInput, field="placement"):
         Members(store, pool, pair_group(store))
 
