@@ -78,7 +78,7 @@ def _failure_is_an_end(self: AgentServicer, begin: Any, playing: "asyncio.Task[A
 @pytest.mark.parametrize("mutant", ["", "a failure is an outcome"])
 async def test_an_agent_that_is_killed_is_played_again(program: Program, mutant: str, monkeypatch: pytest.MonkeyPatch):
     if mutant:
-        monkeypatch.setattr(AgentServicer, "_last", _failure_is_an_end)
+        monkeypatch.setattr(AgentServicer, "_end_message", _failure_is_an_end)
     mark = f"mark-{os.getpid()}-agent"
     async with staged(lambda text, seed: ANSWER, **program(_SOURCE, mark, max_retries=1)) as stage:
         begun, ended = _hang_once(stage)
