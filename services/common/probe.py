@@ -2,7 +2,7 @@
 
 `python -m services.reward.probe CHECK` reads requests from stdin and writes an answer to each, all as JSON in a line.
 services.rollout.probe and this module have other checks. The answer {"error": "..."} says why a check failed, and is
-the last. What the tried code prints goes to stderr. The process ends with its input.
+the last. What the tried code prints goes to stderr. The process ends with its input, and with the one that started it.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any
 
 from services.common.errors import LockstepError
 from services.common.import_path import require_function
+from services.common.process import exit_with
 
 Requests = AsyncIterator[Any]
 Answers = AsyncIterator[Mapping[str, object]]
@@ -21,6 +22,7 @@ Answers = AsyncIterator[Mapping[str, object]]
 
 def answer_with(checks: Mapping[str, Callable[[Requests], Answers]]) -> None:
     """Runs the check that the command line names until the end of input."""
+    exit_with(os.getppid())  # the tried code may hang, and then nothing reads the input
     asyncio.run(_answer(checks[sys.argv[1]]))
 
 
