@@ -62,7 +62,7 @@ class LayerReplay:
         self._num_computed, self.counts_2 = 0, None
 
     def end(self) -> None:
-        """Checks that all micro-batches were recomputed since `begin`, or none.
+        """Checks that all micro-batches were recomputed since `begin`, or none, and forgets them.
 
         Raises:
             InternalError: Some were, so that routed experts may have been those of another micro-batch.
@@ -70,6 +70,8 @@ class LayerReplay:
         if len(self._computed) not in (0, self._num_computed):
             done = self._num_computed - len(self._computed)
             raise InternalError(f"a layer of experts was recomputed for {done} of {self._num_computed} micro-batches")
+        self._next_RK = None  # or what the micro-batches have would stay on the device until the next update
+        self._computed.clear()
 
     def _count(self, chosen_RK: torch.Tensor, own_RK: torch.Tensor, is_padding_R1: torch.Tensor) -> None:
         agrees_RK = (own_RK[:, :, None] == chosen_RK[:, None, :]).any(-1) & ~is_padding_R1

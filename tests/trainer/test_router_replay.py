@@ -1,5 +1,7 @@
 """Tests the replay of a layer's routed experts: the experts that it chooses in each pass, and its counts."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +58,17 @@ def test_a_layer_is_recomputed_with_the_experts_of_its_own_forward_pass() -> Non
     run.layer.end()
     assert run.chosen == [OWN.tolist(), OWN.flip(1).tolist()] * 2
     assert run.layer.counts_2 is not None and run.layer.counts_2.tolist() == [6.0, 12.0]  # forward passes only
+
+
+def test_what_micro_batches_chose_is_not_kept_after_their_passes() -> None:
+    layer, routed_experts = LayerReplay(), OWN.flip(1)
+    kept = weakref.ref(routed_experts)
+    layer.begin()
+    layer.feed(routed_experts)
+    layer.choose(OWN)
+    layer.end()
+    del routed_experts
+    assert kept() is None
 
 
 def test_recomputing_some_micro_batches_only_is_refused() -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ class FsdpBackend(Backend):
         return self._model.layout is Layout.ROWS
 
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), self._passes():
             outputs = [self._outputs(microbatch, temperature) for microbatch in microbatches]
         reshard(self._model)
         return outputs
@@ -114,7 +114,7 @@ class FsdpBackend(Backend):
         assert isinstance(self._model, FSDPModule)  # fully_shard changed its class
         outputs: list[torch.Tensor] = []
         collected: list[dict[str, torch.Tensor]] = []
-        with self._replay.passes() if self._replay else nullcontext():
+        with self._passes():
             for index, microbatch in enumerate(microbatches):
                 is_last = index == len(microbatches) - 1
                 # One reduction for all micro-batches, for which each rank keeps whole gradients until then.
@@ -208,6 +208,9 @@ class FsdpBackend(Backend):
 
     def close(self) -> None:
         pass
+
+    def _passes(self) -> AbstractContextManager[None]:
+        return self._replay.passes() if self._replay else nullcontext()
 
     def _outputs(self, microbatch: Microbatch, temperature: float) -> torch.Tensor:
         if self._replay:
