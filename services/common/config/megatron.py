@@ -198,12 +198,14 @@ RESERVED = {
         **dict.fromkeys(("hidden_dropout", "moe_router_topk", "moe_router_pre_softmax", "moe_layer_freq"), _MODEL),
         **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"), _MODEL),
         "moe_router_bias_update_rate": _ITSELF,
+        **dict.fromkeys(("mtp_num_layers", "qk_clip"), "nothing: Lockstep does not do it"),
         **dict.fromkeys(("batch_p2p_comm", "overlap_p2p_comm"), _ITSELF),
         **dict.fromkeys(("calculate_per_token_loss", "variable_seq_lengths", "finalize_model_grads_func"), _ITSELF),
         **dict.fromkeys(("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"), _ITSELF),
     },
     "optimizer_config_kwargs": {
         "lr": f"{_OPTIM}.lr",
+        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), f"{_OPTIM}.lr, which is the rate of all weights"),
         "min_lr": f"{_OPTIM}.min_lr_ratio",
         "weight_decay": f"{_OPTIM}.weight_decay",
         "adam_beta1": f"{_OPTIM}.betas",
@@ -216,7 +218,10 @@ RESERVED = {
         "optimizer": _ITSELF,
         **dict.fromkeys(("bf16", "fp16", "params_dtype"), "trainer.compute_dtype"),
     },
-    "ddp_config": {"use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer"},
+    "ddp_config": {
+        "use_distributed_optimizer": f"{_MEGATRON}.use_distributed_optimizer",
+        "use_megatron_fsdp": "trainer.strategy fsdp",
+    },
 }
 
 

@@ -238,6 +238,21 @@ RULES: dict[str, tuple[Case, list[Case], list[str]]] = {
         [(1, {"optimizer_config_kwargs": {"lr": 1.0}}, {})],
         ["optimizer_config_kwargs.lr", "use trainer.optim.lr"],
     ),
+    "all weights have one learning rate": (
+        (1, {"optimizer_config_kwargs": {"apply_wd_to_qk_layernorm": True}}, {}),
+        [(1, {"optimizer_config_kwargs": {"decoupled_lr": 1.0}}, {})],
+        ["optimizer_config_kwargs.decoupled_lr", "use trainer.optim.lr, which is the rate of all weights"],
+    ),
+    "what nothing would apply is refused": (
+        (1, {"transformer_config_kwargs": {"attention_backend": "flash"}}, {}),
+        [(1, {"transformer_config_kwargs": {"qk_clip": True}}, {})],
+        ["transformer_config_kwargs.qk_clip", "use nothing: Lockstep does not do it"],
+    ),
+    "Megatron's own FSDP is another strategy": (
+        (1, {"ddp_config": {"overlap_grad_reduce": True}}, {}),
+        [(1, {"ddp_config": {"use_megatron_fsdp": True}}, {})],
+        ["ddp_config.use_megatron_fsdp", "use trainer.strategy fsdp"],
+    ),
     "the hybrid optimizer says how much of it is on the processor": (
         (1, {"optimizer_config_kwargs": HYBRID}, {}),
         [(1, {"optimizer_config_kwargs": HYBRID | {"optimizer_offload_fraction": 0.0}}, {})],
