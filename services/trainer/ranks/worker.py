@@ -187,7 +187,8 @@ class Worker(MemoryCommands):
         """Updates a role, which is at `version`, on the mini-batches of all blocks, which have `totals`."""
         role = Role(role)
         with self._profiled.pop_all() if role is Role.POLICY else nullcontext():
-            metrics = self._updates.pop(role).apply([Totals(**minibatch) for minibatch in totals], version)
+            metrics = self._updates[role].apply([Totals(**minibatch) for minibatch in totals], version)
+        del self._updates[role]  # of an update that fails, drop_batch frees the gradients
         self._num_updates += role is Role.POLICY
         self._synchronize()
         return Message({"metrics": metrics})

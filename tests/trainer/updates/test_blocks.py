@@ -48,3 +48,4 @@ def test_only_an_error_before_the_first_update_leaves_a_trainer_that_may_go_on(
     harness.worker.drop_batch(role=Role.POLICY)
     after = harness.parameters()
     assert all(tensor.equal(before[name]) for name, tensor in after.items()) == (not failing)
+    assert all(parameter.grad is None for parameter in harness.backend._model.parameters())
