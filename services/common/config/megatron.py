@@ -21,9 +21,9 @@ class MoeConfig(Strict):
     micro-batches are padded to the same size on all of them; alltoall: a rank gets a copy of a token for each of its
     experts; flex: Megatron's flex dispatcher. auto is allgather if EP is below the number of experts of a token, where
     it sends less, and alltoall otherwise or if the other settings do not allow allgather."""
-    load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"] = "none"
-    """Load balancing of the experts. The three auxiliary losses need aux_loss_coeff above 0, none and sinkhorn need
-    0."""
+    load_balancing_type: Literal["none", "aux_loss", "global_aux_loss", "sinkhorn"] = "none"
+    """Load balancing of the experts. The two auxiliary losses, over a micro-batch and over all ranks' micro-batches so
+    far, need aux_loss_coeff above 0, none and sinkhorn need 0."""
     aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Coefficient of the auxiliary loss; 0 turns it off."""
     router_dtype: Literal["fp32", "fp64"] | None = "fp32"

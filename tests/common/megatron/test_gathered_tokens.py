@@ -1,8 +1,9 @@
-"""Tests when the ranks of experts gather all tokens."""
+"""Tests when the ranks of experts gather all tokens, and which auxiliary losses the router may have."""
 
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.common.config.layout import check_layout, gathers_tokens
 from services.common.config.megatron import MegatronConfig
@@ -57,3 +58,9 @@ def test_tokens_are_gathered_where_that_sends_less(
     megatron: dict[str, Any], num_experts_per_tok: int, gathers: bool
 ) -> None:
     assert gathers_tokens(MegatronConfig.model_validate(megatron), num_experts_per_tok) == gathers
+
+
+def test_megatrons_auxiliary_loss_of_each_sequence_is_that_of_a_pack_or_divided_twice() -> None:
+    MegatronConfig.model_validate({"moe": AUX})
+    with pytest.raises(ValidationError, match="'aux_loss', 'global_aux_loss'"):
+        MegatronConfig.model_validate({"moe": AUX | {"load_balancing_type": "seq_aux_loss"}})
