@@ -76,7 +76,7 @@ class TestPrompts:
         assert prompt.text.endswith("<|im_start|>assistant\n" + begun)
         assert list(prompt.tokens) == theirs(prompt.text, add_special_tokens=False)["input_ids"]
         assert list(prompt.row_prompt) == chat
-        with pytest.raises(InvalidInput, match=r"ends with an assistant message.*data\.continue_final_message"):
+        with pytest.raises(InvalidInput, match=r"remove it, or, if .* set data\.continue_final_message"):
             load(path)
         trims = Tokenizer.load(make_model(CHATML.replace("+ message['content'] +", "+ message['content'] | trim +")))
         text = PromptDataset.load(config(path, continue_final_message=True), trims, seed=0).prompts[0].text

@@ -88,8 +88,8 @@ def as_messages(prompt: object, *, may_continue: bool = False) -> list[Message]:
         raise BadRow("the last message of the prompt is empty")
     if messages[-1]["role"] == "assistant" and not may_continue:
         raise BadRow(
-            "the prompt ends with an assistant message, but the model has to write that: data.continue_final_message "
-            "lets it continue the message"
+            "the prompt ends with an assistant message, which the model has to write: remove it, or, if it is only the "
+            "beginning of an answer, set data.continue_final_message"
         )
     return messages
 

@@ -115,7 +115,7 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
     try:
         for cells in reader:
             if cells and not names:
-                names = cells
+                names = _columns(cells)
             elif cells and len(rows) != max_rows:
                 if len(cells) != len(names):
                     raise ValueError(f"{path} line {begin} has {len(cells)} cells, the first line {len(names)}")
@@ -124,9 +124,15 @@ def _read_csv(content: bytes, path: Path, max_rows: int | None) -> TextRows:
             begin = reader.line_num + 1  # not one line a row: a cell in quotes may have several
     except csv.Error as error:
         raise ValueError(f"{path} line {begin}: {error}") from error
+    return TextRows(path, rows, lines)
+
+
+def _columns(names: list[str]) -> list[str]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"its first line names {twice[0]} twice")
-    return TextRows(path, rows, lines)
+    if len(names) == 1 and (separators := {";", "\t"}.intersection(names[0])):
+        raise ValueError(f"its first line has {separators.pop()!r} between columns: write commas instead")
+    return names
 
 
 _FORMS: Mapping[str, tuple[str, Callable[[bytes, Path, int | None], TextRows]]] = {

@@ -219,6 +219,7 @@ def test_all_columns_of_csv_are_text(tokenizer: Tokenizer, tmp_path: Path) -> No
         ("x.json", b'[{"a":\n"caf\xe9"}]', r"x\.json line 2 has the byte 0xe9: save the file as UTF-8"),
         ("x.json", b"[]", r"x\.json is empty"),
         ("x.csv", b"a,b\n1,2\n1\n", r"is not CSV: .*x\.csv line 3 has 1 cells, the first line 2"),
+        ("x.csv", b"a;b\n1,5;2\n", r"is not CSV: its first line has ';' between columns: write commas instead"),
         ("x.csv", b"a,b,a\n1,2,3\n", r"is not CSV: its first line names a twice"),
         ("x.csv", b'a\n1\n"2\n', r"is not CSV: .*x\.csv line 3: unexpected end of data"),
         ("x.csv", b"a\ncaf\xe9\n", r"x\.csv line 2 has the byte 0xe9: save the file as UTF-8"),
