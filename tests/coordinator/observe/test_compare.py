@@ -3,12 +3,15 @@
 import io
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 
 from services.common.errors import NotFound
+from services.common.json_values import JsonObject
+from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.report.summary import show_comparison
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
 from tests.coordinator.observe.test_report import files, run_dir
@@ -17,17 +20,22 @@ from tests.support import raises
 __all__ = ["run_dir"]
 
 
+def change_config(run_dir: Path, change: Callable[[JsonObject], object]) -> None:
+    """Records that the run was opened with a changed config."""
+    with closing(Ledger(run_dir / LEDGER)) as ledger:
+        opened = ledger.last(Kind.OPENED)
+        assert opened
+        config = json.loads(opened["config"])
+        change(config)
+        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
+
+
 def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
     other = shutil.copytree(run_dir, tmp_path / "other")
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()[:-1]]
     rows = [{**row, "time/step_s": 8.0} if "time/step_s" in row else row for row in rows]
     (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with closing(Ledger(other / LEDGER)) as ledger:
-        opened = ledger.last(Kind.OPENED)
-        assert opened
-        config = json.loads(opened["config"])
-        config["trainer"]["optim"]["lr"], config["name"] = 0.125, "other"
-        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
+    change_config(other, lambda config: (config.update(name="other"), config["trainer"]["optim"].update(lr=0.125)))
     before = files(run_dir)
     console = Console(file=io.StringIO(), width=120, color_system=None)
     show_comparison([run_dir, other, tmp_path / "other"], console)
@@ -45,19 +53,25 @@ def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
 
 def test_long_keys_are_whole_in_a_narrow_terminal(run_dir: Path, tmp_path: Path):
     other = shutil.copytree(run_dir, tmp_path / "other")
-    with closing(Ledger(other / LEDGER)) as ledger:
-        opened = ledger.last(Kind.OPENED)
-        assert opened
-        config = json.loads(opened["config"])
-        keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
-        config["trainer"]["megatron"] |= dict.fromkeys(keys, 2)
-        ledger.record(Kind.OPENED, **(opened | {"config": json.dumps(config)}))
+    keys = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    change_config(other, lambda config: config["trainer"]["megatron"].update(dict.fromkeys(keys, 2)))
     console = Console(file=io.StringIO(), width=80, color_system=None)
     show_comparison([run_dir, other, other], console)
     table = console.file.getvalue().splitlines()[:-1]
     assert max(map(len, table)) <= 80
     names = "".join(line.split("│")[1].strip() for line in table if "│" in line)
     assert [key for key in keys if f"trainer.megatron.{key}" not in names] == []
+
+
+def test_values_that_differ_are_shown_as_far_as_they_do(run_dir: Path, tmp_path: Path):
+    pattern = "[/b]" + 50 * "[a-z]"
+    others = [shutil.copytree(run_dir, tmp_path / name) for name in ("x", "y")]
+    for other in others:
+        scorer = {"kind": "format", "pattern": f"{pattern}{other.name}"}
+        change_config(other, lambda config, scorer=scorer: config["reward"].update(scorers=[scorer]))
+    console = literal_console(file=io.StringIO(), width=900, color_system=None)
+    show_comparison(others, console)
+    assert all(f"{pattern}{other.name}" in console.file.getvalue() for other in others)
 
 
 def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):

@@ -166,12 +166,13 @@ def _progress(runs: Sequence[_Compared]) -> _Rows:
 
 def _config(runs: Sequence[_Compared]) -> _Rows:
     changed = dict.fromkeys(key for run in runs[1:] for key in differences(run.config, runs[0].config))
-    return {key: [_value(run.config, key) for run in runs] for key in changed if key not in _NOT_COMPARED}
+    return {key: _values(runs, key) for key in changed if key not in _NOT_COMPARED}
 
 
-def _value(config: Mapping[str, object], key: str) -> str:
-    text = json.dumps(value_of(config, key), ensure_ascii=False)
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
+def _values(runs: Sequence[_Compared], key: str) -> list[str]:
+    whole = [json.dumps(value_of(run.config, key), ensure_ascii=False) for run in runs]
+    cut = [text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…" for text in whole]
+    return cut if len({*cut}) == len({*whole}) else whole
 
 
 def _curves(runs: Sequence[_Compared]) -> _Rows:
