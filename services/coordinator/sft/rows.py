@@ -94,6 +94,10 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             self._type(self.config.tools_column, "data.tools_column")
         if self.config.messages_column:
             return self._checked("messages_column", columns.is_messages, "not a list of {role, content}")
+        chats = [name for name, kind in self._file.types.items() if columns.is_messages(kind)]
+        if chats and {self.config.prompt_column, self.config.response_column}.isdisjoint(self._file.types):
+            message = f"{self.path} has conversations in {chats[0]}: set data.messages_column={chats[0]}"
+            raise InvalidInput(f"data.messages_column: {message}", field="data.messages_column")
         kind = self._checked("prompt_column", columns.is_prompt, "not text or a list of {role, content}")
         one = "put prompt and response into one column of messages, and name that in data.messages_column"
         self._checked("response_column", columns.is_text, f"not text: if it has messages, {one}")

@@ -224,6 +224,11 @@ def test_what_cannot_be_read(characters: Callable, load: Callable, settings: dic
     assert refused.value.metadata["field"] == field
 
 
+def test_conversations_that_no_key_names_are_found(characters: Callable, load: Callable) -> None:
+    with pytest.raises(InvalidInput, match=r"conversations in m: set data\.messages_column=m"):
+        load(characters(TEMPLATE), [{"m": TWO_TURNS}])
+
+
 def test_batches_follow_from_data_seed_and_step(tmp_path: Path, characters: Callable, load: Callable) -> None:
     rows = [{"prompt": f"{i}=", "response": str(i)} for i in range(10)]
     tokenizer = characters()
