@@ -221,6 +221,8 @@ def _parts_table(memories: Mapping[str, Memory]) -> Table:
     columns = ["ranks", "params", "weights", "grads", "optimizer", "activations", "working"]
     columns += others
     table = _table(*columns, title=f"Memory per rank in {unit}")
+    if len(columns) > 9:
+        table.padding = (0, 0, 0, 0)  # so that 80 columns of text hold it
     for name, memory in memories.items():
         cells = [f"{part / size:.2f}" for part in (memory.weights, memory.gradients, memory.optimizer)]
         cells.append(f"{memory.activations / size:.2f} x{memory.in_flight:g}")

@@ -109,6 +109,14 @@ def test_a_teacher_of_another_size(dense: Path, tmp_path: Path) -> None:
     assert "teacher: 0.00" in shown(config) and "on 4 ranks of its own, on each" in shown(config)
 
 
+def test_no_part_of_four_models_is_cut_at_80_columns(dense: Path) -> None:
+    advantage = {"kind": "gae", "kl": {"coef": 0.1}, "distill_coef": 0.1}
+    models = {"advantage": advantage, "critic": {}, "teacher": {"model": str(dense)}}
+    header = shown(make(dense, distilled=models)[0]).split("Memory per rank")[1].split()
+    for part in ("optimizer", "activations", "ref", "teacher", "critic"):
+        assert part in header
+
+
 def test_a_critic_is_a_second_model_that_is_trained(dense: Path) -> None:
     """With the policy's model and layout, it takes as much as the policy: on the policy's ranks, then on its own."""
     critic = {"advantage": {"kind": "gae"}, "critic": {}}
