@@ -303,11 +303,12 @@ class TestBadInput:
             ({"prompt": [1], "answer": ["b"]}, {}, r"prompt of .* is int64, not text or a list of \{role, content\}"),
             ({"prompt": [["a"]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
             ({"prompt": [[{"role": "user"}]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
-            ({"prompt": ["a"], "answer": [4.5]}, {}, r"answer of .* is double, not text or integers"),
+            ({"prompt": ["a"], "answer": [4.5]}, {}, r"answer of .* is double, not text or integers: convert it"),
+            ({"prompt": ["a"], "answer": [{"x": 1}]}, {}, r"^data\.answer_column: .* name another .* from extra"),
             (
                 {"prompt": ["a"], "answer": ["b"], "image": [b"x"]},
                 {},
-                r"image of .* is binary, which JSON cannot represent",
+                r"^data\.extra_columns: column image of .* is binary, which JSON cannot represent: list the columns",
             ),
             (
                 {"prompt": ["a"], "answer": ["b"]},

@@ -82,15 +82,15 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         prompt, answer, wanted = self.config.prompt_column, self.config.answer_column, self.config.extra_columns
         kind, types = self._type(prompt, "data.prompt_column"), self._file.types
         if self.needs_answer:
-            is_right = is_answer(self._type(answer, "data.answer_column"))
-            self._require(is_right, answer, self.field, "not text or integers")
+            key, other = "data.answer_column", "convert it, or name another column, and read this one from extra"
+            self._require(is_answer(self._type(answer, key)), answer, key, f"not text or integers: {other}")
         # A column that is no answer, and need not be, is a column like any other.
         found = types_with_fields(types).get(answer)
         self._answer = answer if self.needs_answer or (found and is_answer(found)) else None
         self._extra = wanted
         for name in [name for name in types if name not in (prompt, self._answer)] if wanted is None else wanted:
-            problem = "which JSON cannot represent: list the columns to use in data.extra_columns"
-            self._require(is_json(self._type(name, "data.extra_columns")), name, self.field, problem)
+            key, problem = "data.extra_columns", "which JSON cannot represent: list the columns to use"
+            self._require(is_json(self._type(name, key)), name, key, problem)
         if metrics_column := self.config.metrics_column:
             kind_of_value = self._type(metrics_column, "data.metrics_column")
             is_value = (
