@@ -71,6 +71,10 @@ class PromptRow(Row):
         return len(self.tokens)
 
 
+_ROLES = ("system", "user", "assistant")
+"""Those that every chat template shows or refuses. Others it may leave out without a word, such as `developer`."""
+
+
 class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     """A file with a prompt column, an answer column and extra columns for the scorers."""
 
@@ -127,9 +131,14 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         if not self.is_templated:
             return row
         messages = self._with_system(messages)
+        rendered = self._render_prompt(messages)
+        for index, message in enumerate(messages):
+            changed = [*messages[:index], {**message, "content": f"{message['content']}x"}, *messages[index + 1 :]]
+            if message["role"] not in _ROLES and self._render_prompt(changed) == rendered:
+                raise BadRow(f"the chat template leaves out message {index}, of role {message['role']}")
         return replace(
             row,
-            pieces=(self._render_prompt(messages),),
+            pieces=(rendered,),
             render=self._render_prompt,
             messages_json=json.dumps(messages, ensure_ascii=False),
             has_text=has_text,

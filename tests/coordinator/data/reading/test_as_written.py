@@ -211,3 +211,12 @@ def test_integers_are_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": true}\n{"prompt": "b", "answer": false}\n')
     with pytest.raises(InvalidInput, match="not text or integers"):
         load(tmp_path / "x.jsonl", tokenizer)
+
+
+def test_no_message_is_left_out(tokenizer: Tokenizer, tmp_path: Path, make_model: Callable[[str], Path]) -> None:
+    chat = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": chat, "answer": "1"}))
+    assert "Be brief." in load(tmp_path / "x.jsonl", tokenizer).prompts[0].text
+    shown = "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidInput, match="line 1: the chat template leaves out message 0, of role developer"):
+        load(tmp_path / "x.jsonl", Tokenizer.load(make_model(shown)))
