@@ -166,7 +166,7 @@ def _joined(
     own: dict[str, torch.Tensor], of_kind: dict[str, torch.Tensor], config: LossConfig
 ) -> dict[str, torch.Tensor]:
     """Returns both tables. Raises InvalidInput if a user's loss returns a metric that every update has."""
-    taken = {*own, "loss", "policy_loss", "grad_norm", "lr", *(["kl"] if config.kl_coef else [])}
+    taken = {*own, "loss", "policy_loss", "grad_norm", "lr", "skipped", *(["kl"] if config.kl_coef else [])}
     taken |= {"distill_kl"} if config.distill.coef else set()
     if clash := sorted(taken & of_kind.keys()):
         raise InvalidInput(

@@ -63,7 +63,7 @@ def test_what_is_not_finite_at_a_masked_token_changes_no_gradient() -> None:
 
 def test_a_metric_that_every_update_has_is_refused() -> None:
     _, metrics = loss_of("tests.user_functions:names", metric="kl")  # there is no other, without a KL penalty
-    for name in {*metrics, "grad_norm", "lr"} - {"kl"}:
+    for name in {*metrics, "grad_norm", "lr", "skipped"} - {"kl"}:
         with raises(InvalidInput, field="trainer.loss.import_path"):
             loss_of("tests.user_functions:names", metric=name)
 

@@ -1,5 +1,6 @@
 """Checks the types of columns and converts their values, which are text or messages."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -8,6 +9,8 @@ import pyarrow as pa
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message, read_arguments
 
+# As JSON, or as Python and pandas write a list.
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 _KINDS = {str: "text", list: "a list of messages", (str, list): "text or a list of messages"}
 
 
@@ -82,6 +85,8 @@ def as_messages(prompt: object, *, may_continue: bool = False) -> list[Message]:
     """
     value = require(prompt, "prompt", (str, list))
     if isinstance(value, str):
+        if _MESSAGES_AS_TEXT.fullmatch(value):
+            raise BadRow("the prompt is the text of a list of messages: store the list itself, as {role, content}")
         return [{"role": "user", "content": value}]
     messages = _checked(value, " of the prompt")
     if not messages[-1]["content"].strip():
