@@ -150,8 +150,6 @@ class Terminal(Reporter):
         self._stages = Stages()
         self._episode: tuple[int, pb.Conversation] | None = None
         self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=4, transient=False)
-        if not console.is_terminal:
-            console.print(_line(_NAMES), style="bold", soft_wrap=True)
 
     def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
         self._stages.note(service, name, began_s, seconds)
@@ -165,10 +163,14 @@ class Terminal(Reporter):
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
+        if not self._console.is_terminal:
+            shown = [index for index in range(len(row)) if row[index] or index != _TEACHER]
+            if not self._rows:
+                self._console.print(_line([_NAMES[index] for index in shown]), style="bold", soft_wrap=True)
+            cells = [f"{version}/{self._num_steps}", *row[1:]]
+            self._console.print(_line([cells[index] for index in shown]), soft_wrap=True)
         self._rows = [*self._rows[1 - _ROWS :], row]
         self._step_s.append(metrics["time/step_s"])
-        if not self._console.is_terminal:
-            self._console.print(_line([f"{version}/{self._num_steps}", *row[1:]]), soft_wrap=True)
 
     def conversation(self, version: int, conversation: pb.Conversation) -> None:
         self._episode = version, conversation
@@ -212,7 +214,8 @@ class Terminal(Reporter):
         phase = f"{self._phase}, {phase_s:.0f} s" if self._phase and phase_s >= _LONG_PHASE_S else self._phase
         caption = "\n".join([phase, *self._stages.lines()])
         table = Table(caption=caption, caption_justify="left", expand=False)
-        wanted = [index for index in _BY_IMPORTANCE if index != _SCORE or any(line[index] for line in lines[1:])]
+        optional = (_SCORE, _TEACHER)
+        wanted = [i for i in _BY_IMPORTANCE if i not in optional or any(line[i] for line in lines[1:])]
         columns = [[line[index] for line in lines] for index in fitting(lines, wanted, self._console.width)]
         for name, *_ in columns:
             table.add_column(name, justify="right", no_wrap=True)
@@ -223,6 +226,7 @@ class Terminal(Reporter):
 
 _COLUMNS = {
     "reward": lambda m: f"{m['reward/mean']:.3f}",
+    "teacher KL": lambda m: f"{m['teacher_kl/token_mean']:.3f}" if "teacher_kl/token_mean" in m else "",
     "mixed": lambda m: f"{m['reward/mixed_groups']:.2f}",
     "tokens": lambda m: f"{m['batch/tokens']:.0f}",
     "entropy": lambda m: f"{m['train/entropy']:.3f}",
@@ -236,8 +240,9 @@ _COLUMNS = {
     "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
-_SCORE = _NAMES.index("score s")
-_FIRST = ("step", "reward", "held-out", "grad norm", "generate s", "score s", "train s", "entropy", "diff max")
+_SCORE, _TEACHER = _NAMES.index("score s"), _NAMES.index("teacher KL")
+_TIMES = ("generate s", "score s", "train s")
+_FIRST = ("step", "reward", "teacher KL", "held-out", "grad norm", *_TIMES, "entropy", "diff max")
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
 
 

@@ -85,6 +85,22 @@ def test_scoring_is_not_shown_as_generating(is_terminal: bool):
     assert max(map(len, lines)) <= 80 or not is_terminal
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_divergence_from_a_teacher_is_shown_if_there_is_one(is_terminal: bool):
+    shown = {}
+    for name, metrics in {"with": STEP | {"teacher_kl/token_mean": 0.875}, "without": STEP}.items():
+        console = make_console(200, 24, is_terminal=is_terminal)
+        terminal = Terminal(console, NUM_STEPS)
+        terminal.step(1, metrics)
+        if is_terminal:
+            console = make_console(200, 24, is_terminal=False)
+            console.print(terminal._shown())
+        terminal.close()
+        shown[name] = console.file.getvalue()
+    assert "teacher KL" in shown["with"] and "0.875" in shown["with"]
+    assert "teacher KL" not in shown["without"] and "grad norm" in shown["without"]
+
+
 def test_held_out_sets_are_named():
     console = make_console(80, 24, is_terminal=True)
     terminal = Terminal(console, NUM_STEPS)
