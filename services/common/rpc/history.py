@@ -108,8 +108,9 @@ class LineFiles:
     def _write(self, lines: list[Line]) -> None:
         assert self._file is not None
         content = "".join(f"{_encode(line)}\n" for line in lines).encode()
-        self._file.write(content)
         self._num_bytes += len(content)
+        while content:  # a disk that is nearly full takes a part, without an error
+            content = content[self._file.write(content) :]
         self._first_line["t"] = lines[-1].get("t", self._first_line["t"])
         rows = [line["row"] for line in lines if "row" in line]
         self._first_line["rows"] = rows[-1] if rows else self._first_line["rows"]

@@ -1,5 +1,6 @@
 """Tests the files of the history: limited in size and number, torn by nothing, and no reason for a run to end."""
 
+import io
 import json
 import logging
 from pathlib import Path
@@ -46,6 +47,24 @@ def test_lines_that_a_slow_disk_does_not_take_are_counted(tmp_path: Path, monkey
     files_of_lines.put({"number": 3})
     files_of_lines.close()
     assert written(tmp_path / "history") == [[FIRST, {"lost": 2}, {"number": 3}]]
+
+
+class NearlyFull(io.FileIO):
+    """Takes a part of what is written, without an error, as a file does whose disk is nearly full."""
+
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        return super().write(content[: max(1, len(content) // 2)])
+
+
+def test_lines_of_which_the_disk_takes_a_part_are_written_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: NearlyFull(path, mode))
+    files_of_lines = LineFiles(tmp_path / "history", FIRST)
+    files_of_lines.put({"number": 1})
+    files_of_lines.close()
+    monkeypatch.undo()
+    assert written(tmp_path / "history") == [[FIRST, {"number": 1}]]
 
 
 def test_a_disk_that_fails_ends_the_history_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
