@@ -121,6 +121,7 @@ def check_resume(config: AnyConfig) -> None:
     if not (config.run_dir / LEDGER).exists():
         if checkpoint:
             require_steps_after(step_of(checkpoint), config.num_steps)
+            _of_critic(config, checkpoint)
         return
     try:
         reader = LedgerReader(config.run_dir)
@@ -129,10 +130,7 @@ def check_resume(config: AnyConfig) -> None:
     with closing(reader) as ledger:
         if worked := ledger.opening_that_worked():
             _require_same(config, json.loads(worked["config"]), ledger)
-        if checkpoint and (before := _same_resume(ledger, checkpoint)):
-            _newest_after(ledger, config, before)
-        elif checkpoint:
-            _require_checkpoint(checkpoint)
+        _of_critic(config, _checkpoint(config, ledger, checkpoint)[0])
 
 
 def _named_checkpoint(config: AnyConfig) -> str:
@@ -176,7 +174,7 @@ def require_own_paths(own: str, paths: Mapping[str, Path], overrides: Sequence[s
             )
 
 
-def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
+def _open(config: AnyConfig, ledger: Ledger, named: str) -> Start:
     opened = ledger.last(Kind.OPENED)
     if not opened:
         _require_unused(config.run_dir)
@@ -185,26 +183,33 @@ def _open(config: AnyConfig, ledger: Ledger, checkpoint: str) -> Start:
     if worked := ledger.opening_that_worked():
         _require_same(config, json.loads(worked["config"]), ledger)
         _warn_of_other_functions(functions, worked.get("versions", {}))
-    resume, step = checkpoint, None
-    before = _same_resume(ledger, checkpoint) if checkpoint else _begun_elsewhere(ledger)
-    if before:
-        resume, checkpoint = before["resume"], _newest_after(ledger, config, before)
-    elif checkpoint:
-        step = _require_checkpoint(checkpoint)
-    elif config.resume != "never":
-        checkpoint = _newest(ledger, config)
-    critic = _critic_checkpoint(checkpoint) if checkpoint and config.critic else ""
+    checkpoint, before = _checkpoint(config, ledger, named)
+    step = step_of(checkpoint) if named and not before else None
+    critic = _of_critic(config, checkpoint)
     ledger.record(
         Kind.OPENED,
         run_id=run_id,
         config=config.model_dump_json(),
         checkpoint=checkpoint,
-        resume=resume,
+        resume=before["resume"] if before else named,
         resume_step=before["resume_step"] if before else step,
         has_gone_on=before is not None,
         versions=installed() | functions,
     )
     return Start(run_id, ledger, checkpoint, critic, step)
+
+
+def _checkpoint(config: AnyConfig, ledger: Ledger, named: str) -> tuple[str, Decision | None]:
+    """Returns the checkpoint to begin with, "" if none, and the earlier opening whose `resume` goes on, if one does.
+
+    `named` is the path in `config.resume`, "" if it is none.
+    """
+    before = _same_resume(ledger, named) if named else _begun_elsewhere(ledger)
+    if before:
+        return _newest_after(ledger, config, before), before
+    if named:
+        _require_checkpoint(named)
+    return named or _newest(ledger, config), None
 
 
 def _versions_of_functions(config: AnyConfig) -> dict[str, str]:
@@ -263,8 +268,10 @@ def _require_unused(run_dir: Path) -> None:
         )
 
 
-def _critic_checkpoint(checkpoint: str) -> str:
-    """Returns the critic's checkpoint of the same step. The trainer verifies it."""
+def _of_critic(config: AnyConfig, checkpoint: str) -> str:
+    """Returns the critic's checkpoint of the same step, "" if there is no critic. The trainer verifies it."""
+    if not checkpoint or not config.critic:
+        return ""
     path = Path(checkpoint)
     critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
     if not (critic / "manifest.json").is_file():
@@ -272,14 +279,14 @@ def _critic_checkpoint(checkpoint: str) -> str:
     return str(critic)
 
 
-def _require_checkpoint(path: str) -> int:
-    """Returns the number of policy updates in the checkpoint at `path`, or raises NotFound or DataLoss."""
+def _require_checkpoint(path: str) -> None:
+    """Raises NotFound or DataLoss if there is no checkpoint at `path`."""
     if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    return step_of(path)
+    step_of(path)
 
 
 def require_steps_after(step: int, num_steps: int | None) -> None:

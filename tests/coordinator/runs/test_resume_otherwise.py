@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import InvalidInput
+from services.common.errors import DataLoss, InvalidInput, NotFound
 from services.coordinator.fleet.opening import outcome_if_finished
 from services.coordinator.runs.resume import check_resume, open_run
 from services.coordinator.runs.run import Run
@@ -39,3 +39,26 @@ def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
         with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
             outcome_if_finished(run, print)
     check_resume(make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=4, name="fork"))
+
+
+@pytest.mark.parametrize("name", ["run", "fork"])
+def test_a_checkpoint_without_its_critic_is_known_before(tmp_path: Path, name: str):
+    with_critic = {"advantage": {"kind": "gae"}, "critic": {}}
+    begin(tmp_path, **with_critic)
+    older, newer = save(tmp_path, 2), save(tmp_path, 4)
+    of_critic = tmp_path / "run" / "critic_checkpoints" / newer.name
+    of_critic.mkdir(parents=True)
+    (of_critic / "manifest.json").touch()
+    check_resume(make_config(runs_dir=tmp_path, resume=str(newer), num_steps=9, name=name, **with_critic))
+    config = make_config(runs_dir=tmp_path, resume=str(older), num_steps=9, name=name, **with_critic)
+    with raises(NotFound, field="resume"):
+        check_resume(config)
+    with raises(NotFound, field="resume"):
+        open_run(config)
+
+
+def test_a_lost_checkpoint_is_known_before(tmp_path: Path):
+    begin(tmp_path)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    with pytest.raises(DataLoss, match="is missing"):
+        check_resume(make_config(runs_dir=tmp_path))
