@@ -98,7 +98,7 @@ def open_run(config: AnyConfig) -> Start:
     """Opens or creates the run's directory according to `config.resume`.
 
     Raises:
-        InvalidInput: The directory holds a run and `resume` is "never".
+        InvalidInput: The directory holds a run and `resume` is "never", or the critic had another warm-up.
         NotFound: `resume` is "must" or a path, and there is nothing to resume from.
         PreconditionFailed: Another coordinator has the run open, or it was started with another config.
         DataLoss: The checkpoint named in the ledger is missing or damaged, or the directory has lost its ledger.
@@ -121,7 +121,7 @@ def check_resume(config: AnyConfig) -> None:
     if not (config.run_dir / LEDGER).exists():
         if checkpoint:
             require_steps_after(step_of(checkpoint), config.num_steps)
-            _of_critic(config, checkpoint)
+        _of_critic(config, checkpoint)
         return
     try:
         reader = LedgerReader(config.run_dir)
@@ -143,9 +143,7 @@ def _named_checkpoint(config: AnyConfig) -> str:
         )
     if config.resume not in ("auto", "never", "must"):
         checkpoint = str(Path(config.resume).absolute())
-        if not exists:
-            _require_checkpoint(checkpoint)
-        return checkpoint
+        return checkpoint if exists else _require_checkpoint(checkpoint)
     if not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
     return ""
@@ -200,16 +198,11 @@ def _open(config: AnyConfig, ledger: Ledger, named: str) -> Start:
 
 
 def _checkpoint(config: AnyConfig, ledger: Ledger, named: str) -> tuple[str, Decision | None]:
-    """Returns the checkpoint to begin with, "" if none, and the earlier opening whose `resume` goes on, if one does.
-
-    `named` is the path in `config.resume`, "" if it is none.
-    """
+    """Returns the checkpoint to begin with, "" if none, and the earlier opening whose `resume` goes on, if one does."""
     before = _same_resume(ledger, named) if named else _begun_elsewhere(ledger)
     if before:
         return _newest_after(ledger, config, before), before
-    if named:
-        _require_checkpoint(named)
-    return named or _newest(ledger, config), None
+    return _require_checkpoint(named) if named else _newest(ledger, config), None
 
 
 def _versions_of_functions(config: AnyConfig) -> dict[str, str]:
@@ -251,8 +244,7 @@ def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
     """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
-    _require_checkpoint(before["resume"])
-    return before["resume"]
+    return _require_checkpoint(before["resume"])
 
 
 def _require_unused(run_dir: Path) -> None:
@@ -276,17 +268,23 @@ def _of_critic(config: AnyConfig, checkpoint: str) -> str:
     critic = path.parent.parent / CRITIC_CHECKPOINTS / path.name
     if not (critic / "manifest.json").is_file():
         raise NotFound(f"resume: {checkpoint} has no matching critic checkpoint in {critic}", field="resume")
+    if (num_warmup := step_of(str(critic)) - step_of(checkpoint)) != config.critic.warmup_steps:
+        message = (
+            f"critic.warmup_steps: set it to {num_warmup}, as in the run that saved {critic}: it is done, and counted"
+        )
+        raise InvalidInput(message, field="critic.warmup_steps")
     return str(critic)
 
 
-def _require_checkpoint(path: str) -> None:
-    """Raises NotFound or DataLoss if there is no checkpoint at `path`."""
+def _require_checkpoint(path: str) -> str:
+    """Returns `path`, or raises NotFound or DataLoss if there is no checkpoint."""
     if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
     step_of(path)
+    return path
 
 
 def require_steps_after(step: int, num_steps: int | None) -> None:

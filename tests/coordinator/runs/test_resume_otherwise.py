@@ -48,13 +48,30 @@ def test_a_checkpoint_without_its_critic_is_known_before(tmp_path: Path, name: s
     older, newer = save(tmp_path, 2), save(tmp_path, 4)
     of_critic = tmp_path / "run" / "critic_checkpoints" / newer.name
     of_critic.mkdir(parents=True)
-    (of_critic / "manifest.json").touch()
+    (of_critic / "manifest.json").write_text('{"state": {"version": 4}}')
     check_resume(make_config(runs_dir=tmp_path, resume=str(newer), num_steps=9, name=name, **with_critic))
     config = make_config(runs_dir=tmp_path, resume=str(older), num_steps=9, name=name, **with_critic)
     with raises(NotFound, field="resume"):
         check_resume(config)
     with raises(NotFound, field="resume"):
         open_run(config)
+
+
+def test_a_fork_has_the_warm_up_of_its_critic(tmp_path: Path):
+    begin(tmp_path, advantage={"kind": "gae"}, critic={"warmup_steps": 1})
+    checkpoint = save(tmp_path, 4)
+    of_critic = tmp_path / "run" / "critic_checkpoints" / checkpoint.name
+    of_critic.mkdir(parents=True)
+    (of_critic / "manifest.json").write_text('{"state": {"version": 5}}')
+
+    def check(warmup_steps: int) -> None:
+        with_critic = {"advantage": {"kind": "gae"}, "critic": {"warmup_steps": warmup_steps}}
+        check_resume(make_config(runs_dir=tmp_path, resume=str(checkpoint), num_steps=9, name="fork", **with_critic))
+
+    check(1)
+    for other in (0, 2):
+        with raises(InvalidInput, field="critic.warmup_steps"):
+            check(other)
 
 
 def test_a_lost_checkpoint_is_known_before(tmp_path: Path):
