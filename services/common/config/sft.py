@@ -108,6 +108,8 @@ class SftConfig(AnyRun):
             raise ValueError("trainer.loss.kl_coef must be 0: a supervised run has no reference model")
         if self.trainer.num_epochs > 1:
             raise ValueError("trainer.num_epochs repeats each batch: leave it out, and set num_epochs")
+        if self.checkpoint.max_batches_to_keep is not None:
+            raise ValueError("checkpoint.max_batches_to_keep: leave it out; a supervised run writes no batches")
         if (self.num_steps is None) == (self.num_epochs is None):
             raise ValueError("set either num_steps or num_epochs")
         require_used(self.trainer, self.trainer.strategy, key="trainer")

@@ -55,6 +55,7 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
         (["trainer.loss.kl_coef=0.1"], ["trainer.loss.kl_coef"]),
         (["num_epochs=2"], ["either num_steps or num_epochs"]),
         (["trainer.num_epochs=2"], ["trainer.num_epochs", "set num_epochs"]),
+        (["checkpoint.save_freq=1", "checkpoint.max_batches_to_keep=2"], ["checkpoint.max_batches_to_keep"]),
         (["num_steps=null"], ["either num_steps or num_epochs"]),
         (
             ["trainer.num_minibatches=3"],
