@@ -269,6 +269,8 @@ class Checkpoints:
             for path in dict.fromkeys(row["path"] for row in saved if self._ledger.place(row) == old):
                 self._ledger.record(Kind.DELETED, path=path)
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+            if Path(old).exists():
+                log.warning("%s is no longer a checkpoint of the run, and cannot be deleted: delete it by hand", old)
 
     async def _delete_batches(self) -> None:
         newest, saved = self._ledger.last(Kind.COLLECTED), self._ledger.checkpoints(Kind.SAVED)

@@ -95,6 +95,19 @@ async def test_the_run_goes_on_and_the_next_checkpoint_waits(open_again: Callabl
     ]
 
 
+async def test_an_old_checkpoint_that_cannot_be_deleted_is_named(
+    open_again: Callable[[], Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, trainer = open_again(), FakeTrainer()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)  # as of files that are immutable
+    for version in (1, 2, 3):
+        trainer.ends.put_nowait(None)
+        await run.checkpoints.begin([trainer], version)
+        await run.checkpoints.finish()
+    assert recorded(run, Kind.DELETED) == ["step-000001"]
+    assert [message for message in caplog.messages if "step-000001 is no longer a checkpoint" in message]
+
+
 async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_again: Callable[[], Run]) -> None:
     run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
     for version in (1, 2, 3):
