@@ -220,10 +220,11 @@ class Checkpoints:
     def leave_later(self, step: int) -> None:
         """Renames checkpoints of steps after `step` and records them as deleted, because the run leaves that branch."""
         saved = [*self._ledger.checkpoints(Kind.SAVED), *self._ledger.checkpoints(Kind.SAVED_CRITIC)]
+        left = f"left-{uuid.uuid4().hex[:8]}"  # the same for the critic's, so that a run can go back to both
         for row in (row for row in saved if row["version"] > step):
             self._ledger.record(Kind.DELETED, path=row["path"])
             if (place := Path(self._ledger.place(row))).is_dir():
-                place.rename(place.with_name(f"left-{uuid.uuid4().hex[:8]}-{place.name}"))
+                place.rename(place.with_name(f"{left}-{place.name}"))
 
     def best(self) -> Decision | None:
         """Returns the evaluation of the saved step with the best value of `keep_best`; None if there is none."""

@@ -120,6 +120,18 @@ async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_a
     assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
 
 
+async def test_a_branch_that_is_left_keeps_policy_and_critic_by_one_name(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    for model in (critic, trainer):
+        model.ends.put_nowait(None)
+    await run.checkpoints.begin([critic, trainer], 2)
+    await run.checkpoints.finish()
+    run.checkpoints.leave_later(1)
+    left = [[path.name for path in (run.config.run_dir / name).iterdir()] for name in DIRECTORIES]
+    assert left[0] == left[1]
+    assert [name.endswith("-step-000002") for name in left[0]] == [True]
+
+
 async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_again: Callable[[], Run]) -> None:
     run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
     await run.checkpoints.begin([critic, trainer], 1)
