@@ -11,6 +11,7 @@ from services.common.errors import NotFound
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.replay import session
 from services.coordinator.replay.session import What, replay_session
+from services.coordinator.runs.record import batch_path
 from tests.coordinator.runs.killing import make_run, surviving_services
 
 
@@ -58,3 +59,17 @@ async def test_a_runs_paths_are_relative_to_where_it_was_started(
     own = "runs/run/config.json has it relative to the directory in which the run was started; run this command there"
     assert raised.value.message == f"{missing} does not exist here: {own}"
     assert not Path("runs/run/replay").exists()
+
+
+async def test_a_batch_between_the_checkpoint_and_the_step_that_was_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_run(tmp_path, 3)
+    config = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"save_freq": 3})})
+    async with surviving_services() as services:
+        await services.run(config)
+    batch_path(config.run_dir, 1).unlink()
+    monkeypatch.setattr(session, "running_services", lambda *_, **__: pytest.fail("services are started"))
+    with pytest.raises(NotFound, match="the samples of step 2 were not kept"):
+        await replay_session(config.run_dir, 3, [What.TRAIN], Addresses(trainer="127.0.0.1:1"), Console())
+    assert not (config.run_dir / "replay").exists()
