@@ -183,6 +183,12 @@ async def test_a_program_is_filled_in_once_and_its_setup_runs_before():
             await stage.play()
 
 
+async def test_a_program_that_breaks_before_its_first_call_fails_with_what_it_says(program):
+    async with staged(lambda text, seed: "hi", **program("import no_such_package")) as stage:
+        with pytest.raises(EpisodeFailed, match=r"(?s)never called .*No module named 'no_such_package'$"):
+            await stage.play()
+
+
 async def test_a_collected_program_is_tested_in_another_sandbox(program):
     source = "ask('x')\nopen('solution.py', 'w').write('print(int(input()) * 2)')\nprint('def lies(): pass')"
     tests = json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]})

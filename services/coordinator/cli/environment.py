@@ -15,7 +15,7 @@ from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed
 from services.common.json_values import JsonMapping
-from services.coordinator.clients.environment import episode_failed, row_of
+from services.coordinator.clients.environment import EpisodeFailed, episode_failed, row_of
 from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
@@ -215,6 +215,11 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
     for path, content in sorted(end.files.items()):
         console.print(f"collected {path}, {counted(len(content), 'byte')}", soft_wrap=True)
     say(console, "final text", end.text)
+    try:
+        episode.played(end, "", 0)
+    except EpisodeFailed as error:
+        console.print(error.message, soft_wrap=True)
+        return False
     return True
 
 

@@ -15,6 +15,8 @@ class Played:
     exit_code: int
     text: str
     files: Mapping[str, bytes] = field(default_factory=dict)
+    errors: str = ""
+    """The end of a command's standard error."""
 
 
 @dataclass(frozen=True)

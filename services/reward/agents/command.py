@@ -34,6 +34,7 @@ _DEV_WITHOUT_TERMINALS = (
     *("--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/proc/self/fd/0", "/dev/stdin"),
     *("--symlink", "/proc/self/fd/1", "/dev/stdout", "--symlink", "/proc/self/fd/2", "/dev/stderr"),
 )
+_MAX_SHOWN = 1000  # characters of standard error
 _TRIAL = {"command": ["/bin/true"], "setup": [], "env": {}, "files": {}, "collect": [], "max_files_bytes": 0}
 
 
@@ -83,9 +84,9 @@ class CommandRunner(Runner):
             raise EpisodeError(EnvironmentFailure.CRASHED, said["error"])
         if said["exit_code"]:
             line = "episode %s: the agent ended with exit code %d: %s"
-            log.info(line, part.episode_id, said["exit_code"], said["errors"][-1000:])
+            log.warning(line, part.episode_id, said["exit_code"], said["errors"][-_MAX_SHOWN:])
         files = {name: base64.b64decode(content) for name, content in said["files"].items()}
-        return Played(said["exit_code"], said["text"], files)
+        return Played(said["exit_code"], said["text"], files, said["errors"][-_MAX_SHOWN:])
 
     def end(self, episode_id: str) -> None:
         if stdin := self._inputs.get(episode_id):

@@ -177,7 +177,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             error = failed
         else:
             end = pb.AgentEnd(exit_code=played.exit_code, files=played.files, num_retries=line.num_retries)
-            end.num_refused, end.refusal = line.num_refused, line.refusal
+            end.num_refused, end.refusal, end.errors = line.num_refused, line.refusal, played.errors
             end.text = played.text.encode(errors="replace").decode()
             return pb.PlayResponse(end=end)
         return pb.PlayResponse(failure=report_failure(begin.episode_id, error, self._metrics, self._tracebacks))

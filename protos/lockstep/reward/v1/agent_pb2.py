@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lockstep.reward.v1 import environment_pb2 as lockstep_dot_reward_dot_v1_dot_environment__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elockstep/reward/v1/agent.proto\x12\x12lockstep.reward.v1\x1a$lockstep/reward/v1/environment.proto\"q\n\x05\x42\x65gin\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"\xcd\x01\n\nCallAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\r\x12\x14\n\x0cmessage_json\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_sampled_tokens\x18\x05 \x01(\r\x12\x0f\n\x07refusal\x18\x06 \x01(\t\x12\x14\n\x0crefusal_code\x18\x07 \x01(\t\x12\x0f\n\x07is_over\x18\x08 \x01(\x08\x12\x15\n\rstop_sequence\x18\t \x01(\t\"s\n\x0bPlayRequest\x12*\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x19.lockstep.reward.v1.BeginH\x00\x12\x30\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x1e.lockstep.reward.v1.CallAnswerH\x00\x42\x06\n\x04part\"j\n\tAgentCall\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x14\n\x0crequest_json\x18\x02 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x03 \x01(\t\x12\x12\n\noverridden\x18\x04 \x03(\t\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x08\"\xcc\x01\n\x08\x41gentEnd\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x36\n\x05\x66iles\x18\x03 \x03(\x0b\x32\'.lockstep.reward.v1.AgentEnd.FilesEntry\x12\x13\n\x0bnum_retries\x18\x04 \x01(\r\x12\x13\n\x0bnum_refused\x18\x05 \x01(\r\x12\x0f\n\x07refusal\x18\x06 \x01(\t\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xad\x01\n\x0cPlayResponse\x12-\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1d.lockstep.reward.v1.AgentCallH\x00\x12+\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1c.lockstep.reward.v1.AgentEndH\x00\x12\x39\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailureH\x00\x42\x06\n\x04part2]\n\x0c\x41gentService\x12M\n\x04Play\x12\x1f.lockstep.reward.v1.PlayRequest\x1a .lockstep.reward.v1.PlayResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1elockstep/reward/v1/agent.proto\x12\x12lockstep.reward.v1\x1a$lockstep/reward/v1/environment.proto\"q\n\x05\x42\x65gin\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nepisode_id\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\r\n\x05\x61lone\x18\x05 \x01(\x08\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\"\xcd\x01\n\nCallAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\r\x12\x14\n\x0cmessage_json\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1a\n\x12num_sampled_tokens\x18\x05 \x01(\r\x12\x0f\n\x07refusal\x18\x06 \x01(\t\x12\x14\n\x0crefusal_code\x18\x07 \x01(\t\x12\x0f\n\x07is_over\x18\x08 \x01(\x08\x12\x15\n\rstop_sequence\x18\t \x01(\t\"s\n\x0bPlayRequest\x12*\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x19.lockstep.reward.v1.BeginH\x00\x12\x30\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x1e.lockstep.reward.v1.CallAnswerH\x00\x42\x06\n\x04part\"j\n\tAgentCall\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x14\n\x0crequest_json\x18\x02 \x01(\t\x12\x13\n\x0b\x62ody_sha256\x18\x03 \x01(\t\x12\x12\n\noverridden\x18\x04 \x03(\t\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x08\"\xdc\x01\n\x08\x41gentEnd\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x36\n\x05\x66iles\x18\x03 \x03(\x0b\x32\'.lockstep.reward.v1.AgentEnd.FilesEntry\x12\x13\n\x0bnum_retries\x18\x04 \x01(\r\x12\x13\n\x0bnum_refused\x18\x05 \x01(\r\x12\x0f\n\x07refusal\x18\x06 \x01(\t\x12\x0e\n\x06\x65rrors\x18\x07 \x01(\t\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xad\x01\n\x0cPlayResponse\x12-\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1d.lockstep.reward.v1.AgentCallH\x00\x12+\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1c.lockstep.reward.v1.AgentEndH\x00\x12\x39\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32&.lockstep.reward.v1.EnvironmentFailureH\x00\x42\x06\n\x04part2]\n\x0c\x41gentService\x12M\n\x04Play\x12\x1f.lockstep.reward.v1.PlayRequest\x1a .lockstep.reward.v1.PlayResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,11 +43,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTCALL']._serialized_start=532
   _globals['_AGENTCALL']._serialized_end=638
   _globals['_AGENTEND']._serialized_start=641
-  _globals['_AGENTEND']._serialized_end=845
-  _globals['_AGENTEND_FILESENTRY']._serialized_start=801
-  _globals['_AGENTEND_FILESENTRY']._serialized_end=845
-  _globals['_PLAYRESPONSE']._serialized_start=848
-  _globals['_PLAYRESPONSE']._serialized_end=1021
-  _globals['_AGENTSERVICE']._serialized_start=1023
-  _globals['_AGENTSERVICE']._serialized_end=1116
+  _globals['_AGENTEND']._serialized_end=861
+  _globals['_AGENTEND_FILESENTRY']._serialized_start=817
+  _globals['_AGENTEND_FILESENTRY']._serialized_end=861
+  _globals['_PLAYRESPONSE']._serialized_start=864
+  _globals['_PLAYRESPONSE']._serialized_end=1037
+  _globals['_AGENTSERVICE']._serialized_start=1039
+  _globals['_AGENTSERVICE']._serialized_end=1132
 # @@protoc_insertion_point(module_scope)

@@ -68,7 +68,7 @@ class AgentCall(_message.Message):
     def __init__(self, number: _Optional[int] = ..., request_json: _Optional[str] = ..., body_sha256: _Optional[str] = ..., overridden: _Optional[_Iterable[str]] = ..., counts: bool = ...) -> None: ...
 
 class AgentEnd(_message.Message):
-    __slots__ = ("exit_code", "text", "files", "num_retries", "num_refused", "refusal")
+    __slots__ = ("exit_code", "text", "files", "num_retries", "num_refused", "refusal", "errors")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,13 +82,15 @@ class AgentEnd(_message.Message):
     NUM_RETRIES_FIELD_NUMBER: _ClassVar[int]
     NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
     exit_code: int
     text: str
     files: _containers.ScalarMap[str, bytes]
     num_retries: int
     num_refused: int
     refusal: str
-    def __init__(self, exit_code: _Optional[int] = ..., text: _Optional[str] = ..., files: _Optional[_Mapping[str, bytes]] = ..., num_retries: _Optional[int] = ..., num_refused: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    errors: str
+    def __init__(self, exit_code: _Optional[int] = ..., text: _Optional[str] = ..., files: _Optional[_Mapping[str, bytes]] = ..., num_retries: _Optional[int] = ..., num_refused: _Optional[int] = ..., refusal: _Optional[str] = ..., errors: _Optional[str] = ...) -> None: ...
 
 class PlayResponse(_message.Message):
     __slots__ = ("call", "end", "failure")

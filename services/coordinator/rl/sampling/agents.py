@@ -290,7 +290,8 @@ class AgentEpisode:
             if self._num_refused:
                 refused = f"{counted(self._num_refused, 'call')} refused, because: {self._refusal}"
                 why = f"got no answer of the model ({refused})"
-            detail = f"the agent ended with exit code {end.exit_code} and {why}: {end.text[:200]!r}"
+            said = f"{end.text[:200]!r} {end.errors}".rstrip()
+            detail = f"the agent ended with exit code {end.exit_code} and {why}: {said}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
         self._model.count(retries=end.num_retries, nonzero_exits=bool(self._settings.command and end.exit_code))
         reason = _LENGTH if self._is_cut else _STOP
