@@ -189,12 +189,12 @@ def _read_step(result: object) -> dict[str, object]:
         observation, reward, done = result
     else:
         raise invalid_reply(f"step returned {result!r:.200}: return {_STEP}")
+    reward, done = child.plain(reward), child.plain(done)
     if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
         raise invalid_reply(f"a reward must be a finite number, not {reward!r:.200}")
-    # numpy's bool is no bool, and has no class in common with it.
-    if not isinstance(done, bool) and type(done).__name__ not in ("bool", "bool_"):
+    if not isinstance(done, bool):
         raise invalid_reply(f"done must be True or False, not {done!r:.200}")
-    return {"messages": _read_messages(observation), "reward": float(reward), "done": bool(done)}
+    return {"messages": _read_messages(observation), "reward": float(reward), "done": done}
 
 
 def _message(message: object) -> dict[str, str]:

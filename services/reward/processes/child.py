@@ -185,6 +185,11 @@ def source_digest(module: ModuleType) -> str:
     return hashlib.sha256(source).hexdigest()[:12]
 
 
+def plain(value: Any) -> Any:
+    """Returns a number of numpy, such as np.True_, or a tensor with one number, as one of Python; else the value."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def explain(error: BaseException | str) -> str:
     """Returns the text of an error that is sent to the parent, with its class."""
     detail = error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -197,8 +197,7 @@ def _reply(result: Any, call: Reply) -> Reply:
 def _score(result: Any) -> float:
     if isinstance(result, ScoringError):
         raise result
-    if getattr(result, "shape", None) == ():  # a number of numpy, such as np.True_, or a tensor with one
-        result = result.item()
+    result = child.plain(result)
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
         raise TypeError(f"a score must be a finite number, not {result!r}")
     return float(result)

@@ -56,6 +56,13 @@ async def test_ten_lines_make_an_environment(service):
     assert [(a.reward, a.done, texts(a)) for a in answers] == [(0.0, False, [("user", "higher")]), (1.0, True, [])]
 
 
+async def test_what_numpy_returns_is_a_reward_and_an_end(service):
+    await service.open(**user("Actor"))
+    await service.reset()
+    answer = await service.step(0, "is_of_numpy")
+    assert (texts(answer), answer.reward, answer.done) == ([("user", "won")], 1.0, True)
+
+
 async def test_a_class_says_which_roles_it_sends(service):
     opened = await service.open(**user("OnlyTools"))
     assert opened.roles == ["tool"]
