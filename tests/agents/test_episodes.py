@@ -85,7 +85,7 @@ async def test_parallel_calls_give_the_same_rows_in_any_order_of_arrival():
     assert tables[0].equals(tables[1])
 
 
-async def test_a_retry_is_one_call_until_its_answer_was_delivered():
+async def test_a_retry_is_one_call_until_its_answer_was_delivered(caplog: pytest.LogCaptureFixture):
     async with staged(says, path=f"{AGENTS}:retries") as stage:
         waiting = asyncio.Event()
         line = stage.servicer.agents
@@ -101,6 +101,7 @@ async def test_a_retry_is_one_call_until_its_answer_was_delivered():
         assert len(stage.engine.log) == 2, "three requests at once were one call, the one after its answer another"
         everything_sampled_is_trained_once(stage, rows)
         assert stage.collector.take_metrics()["environment/retries"] == 2
+        assert "prompt p0 sample 0: 2 requests repeated one in progress and got its answer" in caplog.text
 
 
 async def test_what_would_change_the_distribution_is_refused_by_name():

@@ -68,7 +68,7 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
-        self._refusals = set[str]()
+        self._refusals, self._warns_of_retries = set[str](), True
 
     @property
     def has_experts(self) -> bool:
@@ -86,10 +86,15 @@ class AgentCollector(PlayedCollector):
             if not episode.has_ended_by(error):
                 raise
             end = AgentEnd(exit_code=1)
+        which = f"prompt {prompt.prompt_id} sample {sample}"
         if end.refusal and end.refusal not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
             self._refusals.add(end.refusal)
-            which, refused = f"prompt {prompt.prompt_id} sample {sample}", counted(end.num_refused, "request")
+            refused = counted(end.num_refused, "request")
             log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, end.refusal)
+        if end.num_retries and self._warns_of_retries:
+            self._warns_of_retries, again = False, counted(end.num_retries, "request")
+            message = "%s: %s repeated one in progress and got its answer; to get another, set another `seed` in each"
+            log.warning(message, which, again)
         return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
