@@ -237,7 +237,8 @@ def shown(text: str) -> str:
 
 _FIXES = {
     "python": "run in the directory from which the module can be imported, or install it where the reward service runs",
-    "tools": "check environment.tools, and that their files and packages are where the reward service runs",
+    "tools": "check environment.tools, and that their files and packages are where the reward service runs; "
+    "lockstep env try shows what an MCP server says",
     "textarena": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.game",
     "reasoning_gym": "pip install 'lockstep-rl[environments]' where the reward service runs; check environment.task",
     "agent": "check environment.path, command, files and mounts, where the reward service runs",
