@@ -185,9 +185,10 @@ def source_digest(module: ModuleType) -> str:
     return hashlib.sha256(source).hexdigest()[:12]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Returns a number of numpy, such as np.True_, or a tensor with one number, as one of Python; else the value."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    item = getattr(value, "item", None)
+    return item() if item and getattr(value, "shape", None) == () else value
 
 
 def explain(error: BaseException | str) -> str:
