@@ -47,7 +47,7 @@ class _Offloaded:
 class Offloader:
     """Offloads and restores groups of tensors.
 
-    `release` and `load` are for phases and move only the groups in `leaving`; `evict` and `restore` are for a caller
+    `offload` and `load` are for phases and move only the groups in `leaving`; `evict` and `restore` are for a caller
     that asks for the memory, and move any group.
 
     It works on storages, so that tensors which share memory (views, flat buffers) still share it afterwards. A storage
@@ -74,7 +74,7 @@ class Offloader:
                     copies.append((_as_bytes(offloaded.storage), self._host_part(name, offloaded)))
         _copy(copies, self._device)
 
-    def release(self, *names: str) -> None:
+    def offload(self, *names: str) -> None:
         self._send(name for name in names if name in self._leaving)
 
     def evict(self, *names: str) -> None:

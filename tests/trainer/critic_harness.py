@@ -165,7 +165,7 @@ def critic_weights(harness: MegatronHarness) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.clone() for name, tensor in backend._streamed(body.to_first())}
     backend.offloader.load(PARAMS)
     own = chunks[-1].output_layer.weight.detach().clone() if parallelism.is_last_stage else None
-    backend.offloader.release(PARAMS)
+    backend.offloader.offload(PARAMS)
     gathered: list[Any] = [None] * harness.world
     dist.all_gather_object(gathered, own)
     heads = [head for head in gathered if head is not None]

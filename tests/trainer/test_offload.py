@@ -58,7 +58,7 @@ def test_a_group_that_has_grown_fits():
 def test_a_group_that_leaves_between_phases_stays_away_until_a_phase_needs_it():
     tensors = Tensors()
     offloader = tensors.offloader(PARAMS)
-    offloader.release(PARAMS, OPTIMIZER)
+    offloader.offload(PARAMS, OPTIMIZER)
     assert [size > 0 for size in tensors.sizes()] == [False, False, True, True]
     offloader.evict(PARAMS, OPTIMIZER)
     with pytest.raises(AssertionError, match="restored"):

@@ -189,7 +189,7 @@ class Model:
                 field=key,
             )
 
-    def list_tokens(self, k: int, vocab_size: int) -> None:
+    def return_top_k(self, k: int, vocab_size: int) -> None:
         """Makes every forward also return the k most probable of the first `vocab_size` tokens, if k is above 0."""
         self._top_k = k, vocab_size
 

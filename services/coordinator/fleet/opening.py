@@ -187,7 +187,7 @@ async def _open(run: Run, trainer: Trainer, model: Model) -> None:
     else:
         longest, top_k = config.rollout.max_model_len, config.trainer.loss.distill.used_top_k
         require_teacher(policy, model.opened.model_card, max_model_len=longest, top_k=top_k)
-        model.list_tokens(top_k, vocab_size_of(policy.files["config.json"]))
+        model.return_top_k(top_k, vocab_size_of(policy.files["config.json"]))
 
 
 def _require_pairs(num_ranks: int, rollout: Rollout) -> None:

@@ -94,7 +94,7 @@ class MegatronBackend(Backend):
             if config.uses_router_replay and self._map.model.num_experts:
                 self._model.enable_router_replay()
         # From here on, each phase loads what it needs.
-        self.offloader.release(*groups)
+        self.offloader.offload(*groups)
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class MegatronBackend(Backend):
     def forward(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
         self.offloader.load(PARAMS)
         values = self._model.forward(microbatches, temperature)
-        self.offloader.release(PARAMS)
+        self.offloader.offload(PARAMS)
         return values
 
     def forward_base(self, microbatches: Sequence[Microbatch], temperature: float) -> list[torch.Tensor]:
@@ -155,13 +155,13 @@ class MegatronBackend(Backend):
         self.offloader.load(OPTIMIZER)
         set_rates(self._optimizer, lr, weight_decay)
         _, norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  the abstract method has no annotation
-        self.offloader.release(OPTIMIZER)
+        self.offloader.offload(OPTIMIZER)
         self.discard_gradients()
         return math.inf if norm is None else float(norm)  # None: Megatron has found it while it undid a loss scale
 
     def discard_gradients(self) -> None:
         self._has_blocks = False
-        self.offloader.release(GRADS, PARAMS)
+        self.offloader.offload(GRADS, PARAMS)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._streamed(self._stream.to_first())
@@ -200,7 +200,7 @@ class MegatronBackend(Backend):
     def load(self, directory: Path) -> None:
         self.offloader.load(PARAMS, OPTIMIZER)
         self._checkpointer.load(directory)
-        self.offloader.release(PARAMS, OPTIMIZER)
+        self.offloader.offload(PARAMS, OPTIMIZER)
 
     def close(self) -> None:
         self._closing.close()
@@ -244,7 +244,7 @@ class MegatronBackend(Backend):
         try:
             yield
         finally:
-            self.offloader.release(PARAMS, OPTIMIZER)
+            self.offloader.offload(PARAMS, OPTIMIZER)
 
     def _finish_update(self) -> None:
         if not self._model.parallelism.has_replicas:  # this rank has updated all of its weights itself
@@ -257,7 +257,7 @@ class MegatronBackend(Backend):
         self.offloader.load(PARAMS)
         self._finish_update()
         yield from stream
-        self.offloader.release(PARAMS)
+        self.offloader.offload(PARAMS)
 
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""

@@ -233,9 +233,9 @@ class Groups:
 def test_only_what_was_asked_for_leaves(leaving: tuple[str, ...], sizes: tuple[int, int, int]) -> None:
     groups = Groups()
     offloader = groups.offloader(*leaving)
-    offloader.release("params", "grads", "optimizer")
+    offloader.offload("params", "grads", "optimizer")
     assert groups.sizes() == sizes
-    offloader.release("params", "grads", "optimizer")  # nothing happens twice
+    offloader.offload("params", "grads", "optimizer")  # nothing happens twice
     offloader.load("params", "grads", "optimizer")
     offloader.load("params", "grads", "optimizer")
     assert groups.flat.tolist() == list(range(8))
@@ -248,7 +248,7 @@ def test_views_share_memory_after_they_came_back() -> None:
     offloader = groups.offloader("params", "grads", "optimizer")
     pointers = [view.untyped_storage()._cdata for view in groups.views]
     for _ in range(3):
-        offloader.release("params", "grads", "optimizer")
+        offloader.offload("params", "grads", "optimizer")
         offloader.load("params", "optimizer")
         groups.flat += 1
     assert [view.untyped_storage()._cdata for view in groups.views] == pointers
@@ -260,7 +260,7 @@ def test_views_share_memory_after_they_came_back() -> None:
 def test_memory_of_two_groups_is_there_with_the_first() -> None:
     groups = Groups()
     offloader = groups.offloader("params", "optimizer")
-    offloader.release("optimizer", "params")
+    offloader.offload("optimizer", "params")
     offloader.load("params")
     assert groups.sizes() == (32, 32, 0)
     assert groups.master.tolist() == [2, 3, 4, 5]
