@@ -4,18 +4,20 @@ It forks engines from a process that has imported vLLM, because an engine's own 
 """
 
 import asyncio
+import functools
 import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, util
+from multiprocessing import forkserver, get_context, util
 from pathlib import Path
 
 import vllm.envs
 from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedTokenizerFast
 from vllm import SamplingParams
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -148,6 +150,33 @@ def fork_engines() -> None:
     taken_over = {"_forkserver_address": address, "_forkserver_alive_fd": alive, "_forkserver_pid": pid}
     vars(forkserver._forkserver).update(taken_over)
     vllm.envs.environment_variables[_METHOD] = lambda: "forkserver"
+    _inspect_models_in_forks()  # only now, because the server's forks do it themselves
+
+
+def _inspect_models_in_forks() -> None:
+    """Makes vLLM import a model's class in a fork to learn what it supports.
+
+    Reason: vLLM imports the class in a new interpreter, for 10 s, the first time that a host runs it, and keeps what it
+    learns in a file. A fork of the server writes the same file. Seen with vLLM 0.26.0 and 0.32.0.
+    """
+    read = registry._LazyRegisteredModel._load_modelinfo_from_cache
+
+    @functools.wraps(read)
+    def read_or_inspect(self: registry._LazyRegisteredModel, module_hash: str) -> registry._ModelInfo | None:
+        info = read(self, module_hash)
+        if info is None:
+            fork = get_context("forkserver").Process(target=_inspect, args=(self,))
+            fork.start()
+            fork.join()
+            info = read(self, module_hash)  # None if the fork failed: vLLM tries it then, and says why
+        return info
+
+    registry._LazyRegisteredModel._load_modelinfo_from_cache = read_or_inspect
+
+
+def _inspect(model: registry._LazyRegisteredModel) -> None:
+    registry._run_in_subprocess = lambda function: function()
+    model.inspect_model_cls()
 
 
 def restore_directories() -> None:
