@@ -256,9 +256,9 @@ class RolloutConfig(Strict):
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""
     engine: Table = Field(default={})
     """Additional vLLM engine arguments, passed through unchanged. Refused are tensor_parallel_size, speculative_config,
-    quantization, quantization_config and kv_cache_dtype: set tensor_parallel_size, speculation, precision and
-    kv_cache_dtype of this section. So are logprobs_mode and logits_processors, which change what log-probabilities
-    mean."""
+    spec_method, spec_model, spec_tokens, quantization, quantization_config and kv_cache_dtype: set
+    tensor_parallel_size, speculation, precision and kv_cache_dtype of this section. So are logprobs_mode and
+    logits_processors, which change what log-probabilities mean."""
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
@@ -321,9 +321,10 @@ class RolloutConfig(Strict):
                 f"{key} is refused: the trainer's log-probabilities would be those of another distribution than the "
                 "engine's; leave it out"
             )
-        if engine.get("speculative_config"):
+        drafting = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+        if key := next((key for key in drafting if engine.get(key)), None):
             raise ValueError(
-                "speculative_config is refused: vLLM also has methods that change what is sampled, and some that were "
-                "not compared with the trainer; set rollout.speculation instead"
+                f"{key} is refused: vLLM also has methods that change what is sampled, and some that were not "
+                "compared with the trainer; set rollout.speculation instead"
             )
         return engine
