@@ -131,8 +131,6 @@ class EvalSetConfig(Strict):
                 f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "
                 f"{max(self.pass_k)}, preferably to several times that"
             )
-        if self.max_tokens and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} must be at most max_tokens {self.max_tokens}")
         if self.num_samples > 1 and not self.temperature > 0:
             raise ValueError(
                 f"num_samples {self.num_samples} needs a temperature above 0: all greedy samples of a prompt are "

@@ -375,7 +375,11 @@ class Config(AnyRun):
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(self.data.eval) or 'no set'}{hint}")
         for name in self.data.eval:
-            longest = self.data.max_prompt_tokens + (self.evaluation.settings(name).max_tokens or 0)
+            settings = self.evaluation.settings(name)
+            if settings.min_tokens > (most := settings.max_tokens or self.rollout.sampling.max_tokens):
+                least = settings.min_tokens
+                raise ValueError(f"evaluation.sets.{name}: min_tokens {least} must be at most max_tokens {most}")
+            longest = self.data.max_prompt_tokens + (settings.max_tokens or 0)
             if longest > (limit := self.rollout.max_model_len):
                 raise ValueError(
                     f"evaluation: data.max_prompt_tokens + max_tokens of set {name} = {longest} is above "

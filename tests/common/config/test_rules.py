@@ -137,6 +137,11 @@ CROSS_FIELD = {
         ["evaluation.sets.held", "min_tokens 9 must be at most max_tokens 8"],
         [*HELD, "evaluation.sets={held: {min_tokens: 8, max_tokens: 8}}"],
     ),
+    "also where it has the length of training": (
+        [*HELD, "evaluation.sets={held: {min_tokens: 9}}", "rollout.sampling.max_tokens=8"],
+        ["evaluation.sets.held: min_tokens 9 must be at most max_tokens 8"],
+        [*HELD, "evaluation.sets={held: {min_tokens: 8}}", "rollout.sampling.max_tokens=8"],
+    ),
     **{
         f"samples are not drawn with a {key}": (
             [f"rollout.sampling.{key}={wrong}"],
