@@ -248,15 +248,16 @@ def _explain(model: type[BaseModel], error: ValidationError, tree: object, origi
 
 def _path(loc: Sequence[int | str], tree: object) -> str:
     """Returns a place in the tree as the user writes it: without the kinds, by which pydantic names parts of unions."""
-    parts, here = list[str](), tree
+    parts, here, is_known = list[str](), tree, False
     for part, following in zip(loc, (*loc[1:], None), strict=False):
         value = _part(here, part)
-        # The kind `tools` also has a key of that name, whose value is a list.
+        # The kind `tools` also has a key of that name, which may be missing, or whose value is a list.
         is_list = _part(value, 0) is not None
-        if part == _part(here, "kind") and (value is None or (is_list and isinstance(following, str))):
+        if part == _part(here, "kind") and not is_known and (value is None or (is_list and isinstance(following, str))):
+            is_known = True
             continue
         parts.append(str(part))
-        here = value
+        here, is_known = value, False
     return ".".join(parts)
 
 

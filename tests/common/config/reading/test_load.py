@@ -391,6 +391,7 @@ def test_a_value_that_an_override_replaced_is_no_source(tmp_path: Path) -> None:
     [
         ("environment={kind: python, pth: 'm:C'}", "environment.pth: unknown key"),
         ("environment={kind: tools, tools: [{kind: mcp, comand: [x]}]}", "environment.tools.0.comand: unknown key"),
+        ("environment={kind: tools}", "environment.tools: required"),
         ("reward.scorers=[{kind: exact}, {kind: math, weight: x}]", "reward.scorers.1.weight: "),
     ],
 )
