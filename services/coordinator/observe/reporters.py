@@ -6,7 +6,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
@@ -168,8 +168,8 @@ class Prometheus(Reporter):
         self._tokens = Counter(
             "batch_tokens_total", "Tokens of all batches trained on, with those of environments.", **in_registry
         )
-        numbers = "Every metric of the last step and evaluation, by its name in metrics.jsonl."
-        self._numbers = Gauge("number", numbers, ["name"], **in_registry)
+        self._of_step: Mapping[str, float] = {}
+        self._of_evaluation: Mapping[str, float] = {}
         metrics.registry.register(self)
         metrics.serve()
 
@@ -180,6 +180,11 @@ class Prometheus(Reporter):
         yield GaugeMetricFamily("lockstep_coordinator_dead_replicas", what, num_dead)
         what = "Prompt groups sent to another replica after one did not finish them."
         yield CounterMetricFamily("lockstep_coordinator_redispatched_groups_total", what, num_redispatched)
+        what = "Every metric of the last step and evaluation, by its name in metrics.jsonl."
+        numbers = GaugeMetricFamily("lockstep_coordinator_number", what, labels=["name"])
+        for name, value in {**self._of_step, **self._of_evaluation}.items():
+            numbers.add_metric([name], value)
+        yield numbers
 
     def watch(self, rollout: ReplicaCounts) -> None:
         self._rollout = rollout
@@ -193,11 +198,10 @@ class Prometheus(Reporter):
         self._tokens.inc(metrics["batch/tokens"])
         if "reward/mean" in metrics:  # an SFT run has none
             self._reward.set(metrics["reward/mean"])
-        self.evaluation(version, metrics)
+        self._of_step = metrics
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._numbers.labels(name).set(value)
+        self._of_evaluation = metrics
 
     def close(self) -> None:
         self._metrics.close()

@@ -150,6 +150,7 @@ async def test_prometheus_reads_how_a_run_goes(tmp_path: Path) -> None:
         address = service.until(r"listens on ([\d.:]+)")[1]
         async with replicas(2) as fakes, collecting(run, fakes, address) as (collects, rollout):
             await steps(run, collects, rollout, 2)
+            run.finish_evaluation(1, {"eval/test/reward": 0.5, "eval/test/failed": 1.0})
             run.finish_evaluation(2, {"eval/test/reward": 0.75})
             await fakes[0].die()
             rollout.mark_dead(rollout.replicas[0], Unavailable("gone"))
@@ -166,6 +167,7 @@ async def test_prometheus_reads_how_a_run_goes(tmp_path: Path) -> None:
     assert value(metrics, "lockstep_coordinator_reward_mean") == 0  # all numbers from the replicas are wrong
     assert value(metrics, "lockstep_coordinator_number", name="batch/samples") == 6
     assert value(metrics, "lockstep_coordinator_number", name="eval/test/reward") == 0.75
+    assert "eval/test/failed" not in str(metrics)  # only the evaluation before had a sample without a score
     assert value(metrics, "lockstep_coordinator_dead_replicas") == 1
     assert value(metrics, "lockstep_coordinator_redispatched_groups_total") == 3
 
