@@ -50,7 +50,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
 
 def _defaults(variables: Mapping[str, JsonValue]) -> str:
     names = ((name, _literal(value)) for name, value in variables.items())
-    return "".join(f"{{%- set {name} = {name} if {name} is defined else {value} -%}}\n" for name, value in names)
+    return "".join(f"{{%- set {name} = {name} if {name} is defined else {value} %}}\n" for name, value in names)
 
 
 def _literal(value: JsonValue) -> str:

@@ -22,7 +22,7 @@ from tests.coordinator.conftest import CHATML
 from tests.coordinator.fake_services import make_config
 
 CHAT = [{"role": "user", "content": "Zoë: 2 + 2?"}, {"role": "assistant", "content": "4"}]
-SHOWN = "{{ style }}{{ none_given }}{{ more if more is defined }}"
+SHOWN = "\n {{ style }}{{ none_given }}{{ more if more is defined }}"
 OTHER = SHOWN + CHATML
 
 
