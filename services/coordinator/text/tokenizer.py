@@ -308,7 +308,7 @@ def _read_num_embeddings(directory: Path) -> int:
 def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
     if override is not None and not override.is_file():
         raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
-    source = override.read_text(encoding="utf-8") if override else loaded.chat_template
+    source = override.read_text(encoding="utf-8-sig") if override else loaded.chat_template
     if not isinstance(source, dict):
         return source
     if "default" not in source:

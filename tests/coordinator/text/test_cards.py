@@ -53,11 +53,12 @@ def test_an_export_renders_the_training_prompt(
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", **more}
     model = make_model(OTHER if own in ("jinja", "disagree") else None, tokenizer_config=config)
     own_template = tmp_path / "own.jinja"
-    own_template.write_text(OTHER.replace("helpful", "terse"), encoding="utf-8")
+    own_template.write_text(OTHER.replace("helpful", "terse"), encoding="utf-8-sig")
     data = FilesConfig(
         train=(tmp_path,), chat_template=own_template if is_given else None, chat_template_kwargs=variables
     )
     trained = Tokenizer.load(model, chat_template=data.chat_template)
+    assert trained.render(CHAT, **variables).startswith("\n ")  # without the mark that begins a file of some editors
     before = read_model_card(model)
     for directory in exported(model, tmp_path / "out", data):
         served = AutoTokenizer.from_pretrained(directory)
