@@ -308,7 +308,10 @@ def _read_num_embeddings(directory: Path) -> int:
 def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str | None:
     if override is not None and not override.is_file():
         raise NotFound(f"chat template {override} does not exist", field="data.chat_template")
-    source = override.read_text(encoding="utf-8-sig") if override else loaded.chat_template
+    try:
+        source = override.read_text(encoding="utf-8-sig") if override else loaded.chat_template
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{override} is not UTF-8 text: {error}", field="data.chat_template") from error
     if not isinstance(source, dict):
         return source
     if "default" not in source:

@@ -320,6 +320,9 @@ def test_where_the_template_comes_from(make_model, tmp_path):
     assert Tokenizer.load(directory, chat_template=tmp_path / "own.jinja").render(chat) == "own"
     with raises(NotFound, field="data.chat_template"):
         Tokenizer.load(directory, chat_template=tmp_path / "none.jinja")
+    (tmp_path / "own.jinja").write_bytes("Zoë".encode("latin-1"))
+    with raises(InvalidInput, field="data.chat_template"):
+        Tokenizer.load(directory, chat_template=tmp_path / "own.jinja")
 
 
 def test_messages_need_a_template(make_model):
