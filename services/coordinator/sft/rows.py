@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,9 @@ from services.coordinator.text.continued import encode_marked_continued
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+# What an answer may have beside its content, with the keys of a message that name it.
+_BESIDE_CONTENT = {"reasoning": ("reasoning_content", "reasoning", "thinking"), "calls": ("tool_calls",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,21 @@ def _without_flags(messages: Sequence[Message]) -> tuple[list[Message], list[int
             trained.append(index)
         without_flags.append({key: value for key, value in message.items() if key not in ("train", "weight")})
     return without_flags, trained
+
+
+def _require_shown(render: Callable[..., str], messages: Sequence[Message], text: str) -> None:
+    """Raises BadRow if `text`, in which the last message is an answer, is the same without its reasoning or calls."""
+    *before, answer = messages
+    for what, keys in _BESIDE_CONTENT.items():
+        if not any(map(answer.get, keys)):
+            continue
+        less = {key: value for key, value in answer.items() if key not in keys}
+        with suppress(TemplateRefusal):
+            if render([*before, less], add_generation_prompt=False) == text:
+                raise BadRow(
+                    f"the chat template leaves out the {what} of message {len(before)}: set data.chat_template to one "
+                    f"that shows it, or remove {' and '.join(filter(answer.get, keys))}"
+                )
 
 
 def _schemas(tools: object) -> list[dict[str, object]]:
@@ -205,6 +224,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             if not (whole.startswith(turns_end) and turns_end.startswith(prompt) and len(prompt) >= end):
                 check_prefix_stable(render, messages)
                 raise BadRow(f"the chat template does not put message {turn} after the messages before it")
+            _require_shown(render, messages[: turn + 1], turns_end)
             pieces += [whole[end : len(prompt)], whole[len(prompt) : len(turns_end)]]
             end = len(turns_end)
         return pieces

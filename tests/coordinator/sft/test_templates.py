@@ -102,3 +102,9 @@ def test_an_answer_of_which_the_template_leaves_out_a_part_is_bad(load: Callable
     messages = [QUESTION, {"role": "assistant", "content": "I will look.", "tool_calls": [call]}]
     with pytest.raises(InvalidInput, match=r"part of answer 0, 'I will look\.'"):  # Llama 3.1 writes the call alone
         load(FAMILIES["llama-3.1"].tokenizer(), {"messages": messages}, messages_column="messages")
+    with pytest.raises(InvalidInput, match=r"leaves out the calls of message 1: .*, or remove tool_calls"):
+        load(tokenizer, {"messages": messages}, messages_column="messages")
+    for key in ("reasoning_content", "thinking"):
+        messages = [QUESTION, {"role": "assistant", "content": "4", key: "2 and 2", "reasoning": None}]
+        with pytest.raises(InvalidInput, match=f"leaves out the reasoning of message 1: .*, or remove {key}"):
+            load(tokenizer, {"messages": messages}, messages_column="messages")
