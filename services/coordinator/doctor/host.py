@@ -73,7 +73,7 @@ def check_compiler(headers: Path) -> Finding:
         result = f"CC={named} not found" if named else "neither gcc nor clang found"
         return Finding("compiler", result, Verdict.FAIL, "install gcc; Triton needs it at a kernel's first use")
     if not (headers / "Python.h").is_file():
-        fix = "install Python's headers (python3.12-dev), which Triton needs at a kernel's first use"
+        fix = f"install Python's headers ({headers.name}-dev), which Triton needs at a kernel's first use"
         return Finding("compiler", f"{compiler}, but no {headers}/Python.h", Verdict.FAIL, fix)
     return Finding("compiler", compiler)
 

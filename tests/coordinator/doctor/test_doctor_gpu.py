@@ -64,6 +64,7 @@ def test_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clang = tmp_path / "clang"
     clang.touch(mode=0o755)
     assert "no " + str(tmp_path / "Python.h") in failed(doctor.check_compiler(tmp_path))
+    assert "(python3.14-dev)" in doctor.check_compiler(tmp_path / "python3.14").fix
     (tmp_path / "Python.h").touch()
     assert (doctor.check_compiler(tmp_path).verdict, doctor.check_compiler(tmp_path).result) == (Verdict.OK, str(clang))
     monkeypatch.setenv("CC", "icc")
