@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer._backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     content = json.loads(Path(config_with().model, "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(content | {"vocab_size": tokenizer.vocab_size}))
+    (directory / "config.json").write_text(json.dumps(content | {"vocab_size": len(tokenizer._backend.get_vocab())}))
     return directory
 
 

@@ -135,7 +135,7 @@ class SamplingConfig(Strict):
     """Maximum tokens per completion, including the stop token."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, such as "</search>", in addition to the model's stop tokens. The completion keeps
-    the token that completes a text. Special tokens have no text, so they cannot be found this way."""
+    the token that completes a text. Special tokens have no text and are refused: set stop_token_ids."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: keep only the most probable tokens whose probabilities sum up to this; 1 keeps all. Needs
     top_k. The engine returns the tokens that it has kept for each token; trainer, reference and teacher normalize over

@@ -29,7 +29,7 @@ from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.ledger import LEDGER
 from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 from services.coordinator.runs.run import Run
-from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
+from services.coordinator.text.tokenizer import Tokenizer, check_words
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ _Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
-    check_bad_words(tokenizer, config)
+    check_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     held_out = load_eval(config.data, shown, needs_answer=needs_answer)
     for name, rows in held_out.items():

@@ -28,7 +28,7 @@ from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Restarts, Run
-from services.coordinator.text.tokenizer import Tokenizer, check_bad_words
+from services.coordinator.text.tokenizer import Tokenizer, check_words
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",
@@ -110,7 +110,7 @@ def show_outcome(outcome: Outcome, console: Console) -> None:
 
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Dataset:
-    check_bad_words(tokenizer, config)
+    check_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     train_data = prompts.PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
     held_out = prompts.load_eval(config.data, shown, needs_answer=needs_answer)

@@ -106,11 +106,6 @@ class Tokenizer:
         return shown
 
     @property
-    def vocab_size(self) -> int:
-        """With added tokens. A model's embedding may have more rows, as padding."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
@@ -364,13 +359,19 @@ def token_sequences(tokenizer: Tokenizer, bad_words: Sequence[str]) -> list[list
     return sequences
 
 
-def check_bad_words(tokenizer: Tokenizer, config: Config) -> None:
-    """Checks the bad words of training and of all evaluation sets.
+def check_words(tokenizer: Tokenizer, config: Config) -> None:
+    """Checks the stop strings, and the bad words of training and of all evaluation sets.
 
     Raises:
-        InvalidInput: A word has no tokens, there are too many, or no stop token could be sampled.
+        InvalidInput: A stop string has no text; a bad word has no tokens, there are too many, or no stop token could be
+            sampled.
     """
     stops = stop_tokens(tokenizer, config.rollout.sampling)
+    for text in filter(tokenizer.has_token, config.rollout.sampling.stop):
+        if not tokenizer.decode(tokens := tokenizer.encode(text)) and not {*tokens} <= {*stops}:
+            fix = f"set stop_token_ids to {tokens}, or add it to eos_token_id of the model's generation_config.json"
+            message = f"rollout.sampling.stop: {text!r} is a special token and has no text to be found: {fix}"
+            raise InvalidInput(message, field="rollout.sampling.stop")
     of_sets = {f"evaluation.sets.{name}": settings.bad_words for name, settings in config.evaluation.sets.items()}
     for section, bad_words in {"rollout.sampling": config.rollout.sampling.bad_words, **of_sets}.items():
         try:

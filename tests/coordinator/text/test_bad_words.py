@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl.session import load_data
-from services.coordinator.text.tokenizer import Tokenizer, check_bad_words, token_sequences
+from services.coordinator.text.tokenizer import Tokenizer, check_words, token_sequences
 from tests.coordinator.fake_services import make_config
 from tests.support import raises
 
@@ -58,18 +58,18 @@ def test_words_with_which_sampling_could_not_work_are_refused(
     tokenizer: Tokenizer, section: str, bad_words: list[str], message: str
 ) -> None:
     with raises(InvalidInput, field=f"{section}.bad_words") as caught:
-        check_bad_words(tokenizer, configured(section, bad_words))
+        check_words(tokenizer, configured(section, bad_words))
     assert re.match(rf"{section}\.bad_words: .*{message}", caught.value.message)
 
 
 @pytest.mark.parametrize("section", ["rollout.sampling", "evaluation.sets.held"])
 def test_a_completion_may_end_with_another_stop_token(tokenizer: Tokenizer, section: str) -> None:
     ends = ["<|im_end|>", "<|endoftext|>"]
-    check_bad_words(tokenizer, configured(section, ends[:1]))
-    check_bad_words(tokenizer, configured(section, ends, stop_token_ids=[9]))
-    check_bad_words(tokenizer, configured(section, ends, ignore_eos=True))  # it is to reach max_tokens
+    check_words(tokenizer, configured(section, ends[:1]))
+    check_words(tokenizer, configured(section, ends, stop_token_ids=[9]))
+    check_words(tokenizer, configured(section, ends, ignore_eos=True))  # it is to reach max_tokens
     with raises(InvalidInput, field=f"{section}.bad_words"):
-        check_bad_words(tokenizer, configured(section, ends, ignore_eos=True, stop_token_ids=[2]))
+        check_words(tokenizer, configured(section, ends, ignore_eos=True, stop_token_ids=[2]))
 
 
 def test_a_run_is_refused_before_its_data_is_read(make_model: Callable[..., Path]) -> None:
@@ -84,8 +84,18 @@ def test_a_run_is_refused_before_its_data_is_read(make_model: Callable[..., Path
 def test_a_word_that_the_vocabulary_lacks_is_named_with_its_key() -> None:
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})), None, (0,))
     with raises(InvalidInput, field="rollout.sampling.bad_words") as caught:
-        check_bad_words(tokenizer, configured("rollout.sampling", ["b"]))
+        check_words(tokenizer, configured("rollout.sampling", ["b"]))
     assert "cannot encode 'b'" in caught.value.message
+
+
+def test_a_stop_string_has_text(tokenizer: Tokenizer) -> None:
+    check_words(tokenizer, configured("rollout.sampling", [], top_k=0, stop=["</a>", "<|im_end|>"]))  # ends it anyway
+    config = configured("rollout.sampling", [], top_k=0, stop=["</a>", "<|im_end|>"], ignore_eos=True)
+    with raises(InvalidInput, field="rollout.sampling.stop") as caught:
+        check_words(tokenizer, config)
+    tokens = tokenizer.encode("<|im_end|>")
+    assert f"'<|im_end|>' is a special token and has no text to be found: set stop_token_ids to {tokens}" in str(caught)
+    check_words(tokenizer, configured("rollout.sampling", [], stop_token_ids=tokens, ignore_eos=True))
 
 
 def configured(section: str, bad_words: list[str], **sampling: Any) -> Any:

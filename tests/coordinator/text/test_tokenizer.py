@@ -145,7 +145,6 @@ def test_tokens_that_only_the_config_knows(make_model, load_transformers):
     assert next_id in ids and next_id + 1 in ids
     assert ours.encode("a<tool>b<|pad|>") == ids
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<tool>b"
-    assert ours.vocab_size == len(theirs) == next_id + 2
 
 
 @pytest.fixture
@@ -194,7 +193,6 @@ def test_special_tokens_of_older_models_as_transformers(with_older, load_transfo
     rendered = theirs.apply_chat_template(CHATS[2], tokenize=False, add_generation_prompt=True)
     assert ours.render(CHATS[2]) == rendered
     assert theirs.eos_token_id in ours.eos_token_ids
-    assert ours.vocab_size == len(theirs)
 
 
 def test_added_token_with_two_ids_is_an_error(make_model):
