@@ -62,6 +62,11 @@ RULES = {
         ["logprobs_mode is refused"],
         ["rollout.engine={seed: 1}"],
     ),
+    "drafting has one key": (
+        ["rollout.engine={spec_method: ngram, spec_tokens: 3}"],
+        ["spec_method is refused", "set rollout.speculation instead"],
+        ["rollout.speculation={kind: ngram, num_tokens: 3}"],
+    ),
     "the size of an engine has one key": (
         ["rollout.engine={tensor_parallel_size: 2}"],
         ["set rollout.tensor_parallel_size instead"],

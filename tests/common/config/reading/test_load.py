@@ -123,7 +123,6 @@ def test_every_problem_is_told_at_once(file: str) -> None:
         "rollout.sampling.top_k=1025",
         "reward.scorers.0.weight=2",
         "rollout.engine.speculative_config={method: ngram, num_speculative_tokens: 3}",
-        "rollout.engine.spec_method=ngram",
         "rollout.engine.gpu_memory_utilization=1.7",
         "rollout.engine.gpu_memory_utilization=0",
         "rollout.engine.gpu_memory_utilization=abc",
