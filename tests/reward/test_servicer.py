@@ -59,7 +59,7 @@ async def test_a_group_with_right_wrong_and_endless_samples(client):
         response = await score(client, "5", r"\boxed{4}", HANG, r"\boxed{5}")
         if not any(s.HasField("failure") for s in response.scores):
             break
-    assert re.fullmatch(r"math 7/math-verify-[0-9.]+ x 1 \+ exact 2 x 0\.5", opened.scorer)
+    assert re.fullmatch(r"math 8/math-verify-[0-9.]+ x 1 \+ exact 2 x 0\.5", opened.scorer)
     assert response.scorer == opened.scorer
     right, wrong, endless, boxed = response.scores
     assert [s.reward for s in (right, wrong, boxed)] == [1.5, 0.0, 1.0]

@@ -11,6 +11,11 @@ _CHARACTERS |= dict.fromkeys("°º˚", r"^\circ ") | dict.fromkeys("\u00a0\u2009
 _IN_LATEX = str.maketrans(_CHARACTERS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _WHOLE = r"(?<![\w.)}/^])([0-9]+)(?: |\\[,;:])+"  # and the space behind it, before the fraction of a mixed number
+_PART = r"\s*(?:\{\s*([0-9]{1,30})\s*\}|([0-9]))"
+_MIXED_SHARE = re.compile(
+    rf"(?<![\w.)}}/^])([0-9]{{1,30}})(?:(?: |\\[,;:])+([0-9]{{1,30}})/([0-9]{{1,30}})"
+    rf"|(?: |\\[,;:])*\\[dt]?frac{_PART}{_PART})(?:\s|\\[,;:!])*\\?%"
+)
 _REPEATING = re.compile(
     r"(?<![\w.,])(?P<whole>[0-9]{1,9})\.(?P<once>[0-9]{0,9})"
     r"(?:\\(?:overline|bar)\s*(?:\{(?P<bar>[0-9]{1,9})\}|(?P<one>[0-9]))"
@@ -30,6 +35,12 @@ def _repeating(found: re.Match[str]) -> str:
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
+def _improper(found: re.Match[str]) -> str:
+    """Returns a mixed number of percent, such as 62\\frac{1}{2}\\%, with one fraction."""
+    whole, above, below = (int(number) for number in found.groups() if number)
+    return f"\\frac{{{whole * below + above}}}{{{below}}}\\%"
+
+
 _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
@@ -43,7 +54,8 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
     (re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*"), ""),
     (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
-    (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])"), " "),
+    (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|boldsymbol|bm)(?![A-Za-z])"), " "),
+    (re.compile(r"\^\s*-\s*([0-9]+|[A-Za-z])"), r"^{-\1}"),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\mathrm\s*\{([ie])\}"), r" \1"),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
@@ -57,8 +69,9 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"(\\boxed\s*\{\s*|\A\s*)\\approx(?![A-Za-z])"), r"\1"),
     # The parser splits a number behind a power: 50^{2} into 5 times 0^{2}.
     (re.compile(r"((?<![\\A-Za-z])[A-Za-z0-9)]\^\{[^{}]*\})\s*(?=[0-9])"), r"\1\\cdot "),
-    # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8, and no % behind a sum.
-    (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?=\s?\\?%)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<=[0-9}])\s*(?:\\text\s*\{\s*per ?cent\s*\}|per ?cent(?![A-Za-z]))"), r"\\%"),
+    (_MIXED_SHARE, _improper),  # of which the parser reads only the fraction
+    # The parser reads the two whole numbers of a mixed number as a sum, 7 3/8 as (7 + 3)/8.
     (re.compile(rf"{_WHOLE}([0-9]+)/([0-9]+)(?![\w/])"), r"(\1+\2/\3)"),
     (re.compile(rf"{_WHOLE}(\\[dt]?frac)(?![A-Za-z])"), r"\1\2"),
 )
@@ -73,6 +86,8 @@ def in_latex(text: str) -> str:
 
 
 _UNIT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox)\s*\{([^{}]*)\}(?:\^(?:[0-9]|\{[0-9]\}))?")
+_WORDS_IN = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{"
+_WRAPPED = re.compile(rf"{_WORDS_IN}([^{{}}]*)\}}")
 _AMOUNT = (
     r"(?:[A-Za-z]\s*=\s*)?[-+]?(?=[0-9.\\])"
     r"(?:[0-9./]|(?:,|\{,\})(?=[0-9]{3})|\\[dt]?frac\{[0-9]+\}\{[0-9]+\}|\\sqrt\{[0-9]+\}|\\pi(?![A-Za-z]))+"
@@ -83,11 +98,22 @@ _AMOUNTS = re.compile(rf"{_JOIN}{_AMOUNT}{_JOIN}(?:(?:{_UNIT.pattern}{_JOIN})+{_
 _RELATES = re.compile(r"\b(?:of|per|for|every|each|from|at|with|when|if|to|than)\b")
 
 
+_COUNTED = re.compile(
+    rf"({_AMOUNT})\s+(?!(?:hundred|thousand|[mbt]r?illion|dozen|half|halves|thirds|quarters|\w+ths|squared|cubed|more|less"
+    r"|factorial|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega|sqrt|(?:sin|cos|tan|cot|sec|csc|log)\w)\b)"
+    r"[A-Za-z]{4,}(?:\s(?!and\b)[a-z]{3,}){0,3}\.?"
+)
+"""Matches an amount with words behind it, other than those that change it. Shorter ones may be products such as xyz."""
+
+
 def without_units(text: str) -> str:
-    """Returns several amounts, such as 2\\text{ hours }30\\text{ minutes}, as their numbers; all other text as it is.
+    """Returns several amounts, such as 2\\text{ hours }30\\text{ minutes}, as their numbers, and one with plain words,
+    such as 18 dollars, as its number; all other text as it is.
 
     The parser drops everything from the first unit to the last. Amounts of different units have an order: (2, 30).
     """
+    if counted := _COUNTED.fullmatch(_WRAPPED.sub(r"\1", text).strip()):
+        return counted[1]
     words = [found[1].lower() for found in _UNIT.finditer(text)]
     if not _AMOUNTS.fullmatch(text.strip()) or any(map(_RELATES.search, words)):
         return text
@@ -123,8 +149,6 @@ def both_signs(text: str) -> str:
     return f"{before}+{after[0]}, {before}-{after[0]}"
 
 
-_WORDS_IN = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{"
-_WRAPPED = re.compile(rf"{_WORDS_IN}([^{{}}]*)\}}")
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9]) ?([ap]m)?")
 
 

@@ -172,7 +172,7 @@ class MathScorer(WorkerScorer):
     An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
     """
 
-    version = f"7/math-verify-{version('math-verify')}"
+    version = f"8/math-verify-{version('math-verify')}"
     num_spares, num_tries = 1, 1  # score_group tries again
 
     def __init__(self, config: MathConfig, run: RewardConfig):

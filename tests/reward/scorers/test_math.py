@@ -147,6 +147,15 @@ RIGHT = [
     (r"x=2\text{ and }y=3", r"\boxed{y=3, x=2}"),
     ("(2,3)", r"\boxed{x=2, y=3}"),
     (r"x\ne0", r"\boxed{(-\infty,0)\cup(0,\infty)}"),
+    (r"62\frac12\%", r"\boxed{62.5\%}"),
+    (r"62.5\%", r"\boxed{62 \tfrac{1}{2}\text{ percent}}"),
+    ("18", r"\boxed{18 dollars per day}"),
+    ("5 rows", r"\boxed{5}"),
+    ("0.75", r"\boxed{\text{\frac{3}{4} cups}}"),
+    ("A", r"\boxed{\text{A}.}"),
+    ("x+1", r"\boxed{x+1.}"),
+    ("10^-3", r"\boxed{0.001}"),
+    ("3", r"\boxed{\boldsymbol{3}}"),
 ]
 
 WRONG = [
@@ -227,6 +236,12 @@ WRONG = [
     (r"x=2 \text{ or } x=3", r"\boxed{x=2, y=3}"),
     ("(2,3)", r"\boxed{y=2, x=3}"),
     (r"x\ne0", r"\boxed{x>0}"),
+    (r"62\frac{1}{2}\%", r"\boxed{37\frac{1}{2}\%}"),
+    ("0.5", r"\boxed{0.5\text{ percent}}"),
+    ("5", r"\boxed{5 million}"),
+    ("5", r"\boxed{5 boys and girls}"),
+    ("2", r"\boxed{2 cosx}"),
+    ("5 xyz", r"\boxed{5}"),
     (r"x\ne0", r"\boxed{x\ne1}"),
 ]
 
