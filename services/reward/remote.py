@@ -106,7 +106,8 @@ class Remote:
     async def close(self) -> None:
         self._closed = True
         for scope in self._scopes:
-            scope.reschedule(asyncio.get_running_loop().time())
+            if not scope.expired():  # such a one is on its way out, and refuses a change
+                scope.reschedule(asyncio.get_running_loop().time())
         if self._session:
             await self._session.close()
 

@@ -11,11 +11,12 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1 import types_pb2
 
+from services.common.config.reward import RemoteConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
-from services.reward.errors import FailureReason
-from services.reward.remote import MAX_RESPONSE_BYTES
+from services.reward.errors import FailureReason, ScoringError
+from services.reward.remote import MAX_RESPONSE_BYTES, Remote
 from services.reward.servicer import RewardServicer
 from tests.reward.remote_end import served
 from tests.support import LIMITS_S, PATIENCE_S, raises
@@ -185,3 +186,25 @@ async def test_through_the_real_service(tmp_path):
     assert [score.reward for score in answer.scores] == [3.0, 0.0, 2.5]
     failure = answer.scores[1].failure
     assert (failure.reason, failure.scorer, failure.message) == (pb.FAILURE_REASON_ERROR, "http", "empty")
+
+
+async def test_a_run_closes_while_a_request_runs_out_of_time():
+    arrived = asyncio.Event()
+
+    async def never(body: dict, _request: web.Request) -> web.Response:
+        arrived.set()
+        await asyncio.Event().wait()
+        return web.Response()
+
+    async with served(never) as end:
+        remote = Remote(RemoteConfig(url=end.url), PATIENCE_S)
+        await remote.open()
+        posting = asyncio.create_task(remote.post({}))
+        await arrived.wait()
+        (scope,) = remote._scopes
+        scope.reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(0)
+        assert scope.expired() and not posting.done()
+        await remote.close()
+        with pytest.raises(ScoringError, match="the run was closed"):
+            await posting
