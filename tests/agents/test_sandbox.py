@@ -189,6 +189,14 @@ async def test_a_program_that_breaks_before_its_first_call_fails_with_what_it_sa
             await stage.play()
 
 
+async def test_an_interrupt_of_the_first_process_ends_nothing(program):
+    source = "import signal\nask('x')\nos.kill(1, signal.SIGINT)\n"
+    source += "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, end='')"
+    async with staged(lambda text, seed: "hi", **program(source)) as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0] and group.left[0].text == "True"
+
+
 async def test_a_collected_program_is_tested_in_another_sandbox(program):
     source = "ask('x')\nopen('solution.py', 'w').write('print(int(input()) * 2)')\nprint('def lies(): pass')"
     tests = json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]})

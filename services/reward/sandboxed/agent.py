@@ -33,6 +33,8 @@ Job = dict[str, Any]
 def main(job_file: int, result_file: int, line: int) -> None:
     """Sends the socket through `line`, runs the program of the job and writes the result, a JSON object."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)  # the program has the same user, and must not read this memory
+    # The only signal that the program could end process 1 with, as `pkill -INT python` would.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(job_file, "rb") as file:
         job = json.load(file)
     with socket.create_server(("127.0.0.1", PORT), backlog=128) as server, socket.socket(fileno=line) as service:
@@ -47,6 +49,7 @@ class _Child:
 
     def __init__(self, command: list[str], job: Job):
         def limit() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             for name, value in job["rlimits"].items():
                 resource.setrlimit(getattr(resource, name), (value, value))
 
