@@ -108,6 +108,9 @@ class Task:
     def prepare(cls, task: str, kwargs: Mapping[str, object]) -> None:
         """Raises InvalidInput if the task cannot be made."""
         make_tasks(task, seed=0, size=1, settings=kwargs)
+        from services.reward.compat.reasoning_gym import refuse_eval
+
+        refuse_eval()
         cls.version = f"reasoning-gym-{version_of('reasoning-gym')}"
 
     def __init__(self, task: str, kwargs: Mapping[str, object]):
