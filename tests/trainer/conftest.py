@@ -60,7 +60,6 @@ async def deployment(trainer_files: Path) -> AsyncIterator[Deployment]:
 
 @pytest.fixture
 async def trainer(deployment: Deployment) -> Deployment:
-    """Provides the deployment with a new run open and its weights published."""
-    await deployment.open()
-    await deployment.publish()
+    """Provides the deployment with a run open of which nothing was trained, and its weights published."""
+    await deployment.open_published()
     return deployment

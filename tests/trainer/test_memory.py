@@ -136,36 +136,36 @@ async def test_the_answers_have_what_left_and_came(deployment: Deployment, name:
     assert [(rank.freed_bytes, rank.taken_bytes) for rank in again] == [(0, 0)] * 2
 
 
-async def test_calls_that_need_a_released_part_are_refused(trainer: Deployment, tmp_path: Path):
-    await trainer.open(**KL)
-    await trainer.publish()
-    stamp = await trainer.current_stamp()
-    batch = batch_of(trainer)
+async def test_calls_that_need_a_released_part_are_refused(deployment: Deployment, tmp_path: Path):
+    await deployment.open(**KL)
+    await deployment.publish()
+    stamp = await deployment.current_stamp()
+    batch = batch_of(deployment)
     checkpoint = pb.SaveCheckpointRequest(path=str(tmp_path / "checkpoint"))
-    await release(trainer, OPTIMIZER)
-    assert "optimizer" in await refused(trainer.train(batch))
-    await refused(trainer.call(TrainerService.SaveCheckpoint, checkpoint))
+    await release(deployment, OPTIMIZER)
+    assert "optimizer" in await refused(deployment.train(batch))
+    await refused(deployment.call(TrainerService.SaveCheckpoint, checkpoint))
     assert not list(tmp_path.iterdir())
-    await trainer.forward(batch)
-    assert await trainer.publish() == stamp  # needs the parameters only
+    await deployment.forward(batch)
+    assert await deployment.publish() == stamp  # needs the parameters only
 
-    await release(trainer, PARAMETERS, roles=(POLICY,))
-    assert "parameters" in await refused(trainer.forward(batch))
-    await refused(trainer.publish())
+    await release(deployment, PARAMETERS, roles=(POLICY,))
+    assert "parameters" in await refused(deployment.forward(batch))
+    await refused(deployment.publish())
     export = pb.ExportHuggingFaceRequest(path=str(tmp_path / "export"))
-    await refused(trainer.call(TrainerService.ExportHuggingFace, export))
+    await refused(deployment.call(TrainerService.ExportHuggingFace, export))
     assert not list(tmp_path.iterdir())
-    await trainer.forward(batch, REFERENCE)  # which was not released
-    await release(trainer, PARAMETERS)
-    await refused(trainer.forward(batch, REFERENCE))
+    await deployment.forward(batch, REFERENCE)  # which was not released
+    await release(deployment, PARAMETERS)
+    await refused(deployment.forward(batch, REFERENCE))
 
-    await acquire(trainer, PARAMETERS, roles=(REFERENCE,))
-    await trainer.forward(batch, REFERENCE)
-    await refused(trainer.forward(batch))
-    await acquire(trainer, *BOTH)
-    assert await trainer.current_stamp() == stamp
-    assert (await trainer.train(batch)).version == 1
-    await trainer.call(TrainerService.SaveCheckpoint, checkpoint)
+    await acquire(deployment, PARAMETERS, roles=(REFERENCE,))
+    await deployment.forward(batch, REFERENCE)
+    await refused(deployment.forward(batch))
+    await acquire(deployment, *BOTH)
+    assert await deployment.current_stamp() == stamp
+    assert (await deployment.train(batch)).version == 1
+    await deployment.call(TrainerService.SaveCheckpoint, checkpoint)
 
 
 async def test_a_batch_that_was_applied_is_answered_without_the_memory(trainer: Deployment):

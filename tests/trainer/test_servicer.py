@@ -155,24 +155,24 @@ async def test_batch_id_cannot_name_another_batch(trainer: Deployment) -> None:
     assert (type(error), error.reason) == (PreconditionFailed, Reason.REPLAYED_BATCH)
 
 
-async def test_logprob_diff_is_refused_and_the_trainer_goes_on(trainer: Deployment) -> None:
-    await trainer.open(max_logprob_diff=2.0)
-    await trainer.publish()
-    batch = trainer.batch()
+async def test_logprob_diff_is_refused_and_the_trainer_goes_on(deployment: Deployment) -> None:
+    await deployment.open(max_logprob_diff=2.0)
+    await deployment.publish()
+    batch = deployment.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
-    error = await refused(trainer, off)
+    error = await refused(deployment, off)
     assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_DIFF)
     # The difference is about 60 less the random model's 5.
     assert 50 < float(error.metadata["logprob_diff_mean"]) < 60
-    assert (await trainer.train(batch)).version == 1
+    assert (await deployment.train(batch)).version == 1
 
 
-async def test_forward_answers_in_the_order_of_the_samples(trainer: Deployment, trainer_files: Path) -> None:
-    await trainer.open(max_tokens_per_microbatch=32)
-    batch = trainer.batch()
-    scored = await trainer.forward(batch)
+async def test_forward_answers_in_the_order_of_the_samples(deployment: Deployment, trainer_files: Path) -> None:
+    await deployment.open(max_tokens_per_microbatch=32)
+    batch = deployment.batch()
+    scored = await deployment.forward(batch)
     assert (
-        (await trainer.forward(pa.concat_tables([batch, batch]))).slice(len(batch)).equals(scored)
+        (await deployment.forward(pa.concat_tables([batch, batch]))).slice(len(batch)).equals(scored)
     )  # as ranks need it
     model = AutoModelForCausalLM.from_pretrained(trainer_files / "models" / "untied", dtype=torch.float32)
     for row, logprobs, entropy in zip(batch.to_pylist(), *scored.to_pydict().values(), strict=True):
@@ -252,43 +252,45 @@ async def test_bad_samples_are_refused(trainer: Deployment) -> None:
                 await trainer.forward(batch)
 
 
-async def test_minibatches_that_cannot_be_equal_are_refused(trainer: Deployment) -> None:
-    await trainer.open(num_minibatches=3)
-    await trainer.publish()
-    assert (await refused(trainer, trainer.batch())).metadata["field"] == "trainer.num_minibatches"
+async def test_minibatches_that_cannot_be_equal_are_refused(deployment: Deployment) -> None:
+    await deployment.open(num_minibatches=3)
+    await deployment.publish()
+    assert (await refused(deployment, deployment.batch())).metadata["field"] == "trainer.num_minibatches"
 
 
-async def test_missing_reference_is_refused(trainer: Deployment) -> None:
-    await trainer.open(loss={"kl_coef": 0.1})
-    await trainer.publish()
-    assert (await refused(trainer, trainer.batch())).metadata["field"] == "ref_logprobs"
-    await trainer.open()
+async def test_missing_reference_is_refused(deployment: Deployment) -> None:
+    await deployment.open(loss={"kl_coef": 0.1})
+    await deployment.publish()
+    assert (await refused(deployment, deployment.batch())).metadata["field"] == "ref_logprobs"
+    await deployment.open()
     with raises(InvalidInput, field="role"):
-        await trainer.forward(trainer.batch(), role=pb.ROLE_REFERENCE)
+        await deployment.forward(deployment.batch(), role=pb.ROLE_REFERENCE)
 
 
 @pytest.mark.parametrize("path", ["tests.no_such_module:loss", "tests.user_functions:no_such"])
-async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(trainer: Deployment, path: str) -> None:
+async def test_loss_that_cannot_be_imported_is_refused_when_the_run_is_opened(
+    deployment: Deployment, path: str
+) -> None:
     with raises(InvalidInput, field="trainer.loss.import_path"):
-        await trainer.open(loss={"kind": "python", "import_path": path})
-    # The same trainer opens the next run, whose loss can be imported, and trains it.
-    await trainer.open(loss={"kind": "python", "import_path": "tests.user_functions:soft_clip"})
-    await trainer.publish()
-    assert (await trainer.train(trainer.batch())).version == 1
+        await deployment.open(loss={"kind": "python", "import_path": path})
+    # The same deployment opens the next run, whose loss can be imported, and trains it.
+    await deployment.open(loss={"kind": "python", "import_path": "tests.user_functions:soft_clip"})
+    await deployment.publish()
+    assert (await deployment.train(deployment.batch())).version == 1
 
 
-async def test_a_loss_that_fails_for_a_later_microbatch_leaves_no_gradients(trainer: Deployment) -> None:
+async def test_a_loss_that_fails_for_a_later_microbatch_leaves_no_gradients(deployment: Deployment) -> None:
     settings = {
         "loss": {"kind": "python", "import_path": "tests.user_functions:fails_once"},
         "max_tokens_per_microbatch": 32,
     }
-    batch, norms = trainer.batch(), []
+    batch, norms = deployment.batch(), []
     for fails in (True, False):
-        await trainer.open(**settings)
-        await trainer.publish()
+        await deployment.open(**settings)
+        await deployment.publish()
         if fails:
-            assert (await refused(trainer, batch)).metadata["field"] == "trainer.loss.import_path"
-        norms.append((await trainer.train(batch)).metrics["grad_norm"])
+            assert (await refused(deployment, batch)).metadata["field"] == "trainer.loss.import_path"
+        norms.append((await deployment.train(batch)).metrics["grad_norm"])
     assert norms[0] == norms[1]
 
 
@@ -368,22 +370,22 @@ async def test_no_run_no_answer(deployment: Deployment) -> None:
             await call
 
 
-async def test_opening_the_same_run_again_keeps_what_it_holds(trainer: Deployment) -> None:
+async def test_opening_the_same_run_again_keeps_what_it_holds(deployment: Deployment) -> None:
     request = pb.OpenRunRequest(
-        run_id="again", config_json="{}", model_path=str(trainer.models / "untied"), bucket_bytes=1 << 16
+        run_id="again", config_json="{}", model_path=str(deployment.models / "untied"), bucket_bytes=1 << 16
     )
-    trainer.opened = await trainer.call(TrainerService.OpenRun, request)
-    await trainer.publish()
-    batch = trainer.batch()
-    off = changed(batch, "logprobs", (await trainer.forward(batch))["logprobs"].to_pylist())
-    await trainer.train(off, batch_id="first")
-    again = await trainer.call(TrainerService.OpenRun, request)
+    deployment.opened = await deployment.call(TrainerService.OpenRun, request)
+    await deployment.publish()
+    batch = deployment.batch()
+    off = changed(batch, "logprobs", (await deployment.forward(batch))["logprobs"].to_pylist())
+    await deployment.train(off, batch_id="first")
+    again = await deployment.call(TrainerService.OpenRun, request)
     assert (again.version, again.last_batch_id) == (1, "first")
-    info = await trainer.call(TrainerService.GetInfo, pb.GetInfoRequest())
+    info = await deployment.call(TrainerService.GetInfo, pb.GetInfoRequest())
     assert (info.info.state, info.info.run_id, info.num_ranks) == ("open", "again", 2)
 
 
-async def test_config_that_does_not_fit_is_refused(trainer: Deployment) -> None:
+async def test_config_that_does_not_fit_is_refused(deployment: Deployment) -> None:
     for text in ('{"strategi": "fsdp"}', '{"optim": {"lr": -1}}', "[]", "no json", ""):
         with raises(InvalidInput, reason=Reason.INVALID_CONFIG):
-            await trainer.call(TrainerService.OpenRun, pb.OpenRunRequest(run_id="bad", config_json=text))
+            await deployment.call(TrainerService.OpenRun, pb.OpenRunRequest(run_id="bad", config_json=text))

@@ -77,68 +77,68 @@ def without_times(metrics: Any) -> dict[str, float]:
 
 # These numbers of tokens make blocks of one group, blocks of two groups, and a block of three and one of one.
 # tests/trainer/megatron/test_blocks.py compares blocks in every layout of Megatron.
-FEW = {("FSDP", 60), ("Megatron", 100), ("Megatron, pipeline", 1)}
+FEW = {("FSDP", 60), ("Megatron, pipeline", 1)}
 
 
 @pytest.mark.parametrize(("backend", "tokens"), few_of(FEW, BACKENDS, (1, 60, 100)))
 async def test_a_stream_ends_with_the_weights_of_the_whole_batch(
-    trainer: Deployment, backend: str, tokens: int
+    deployment: Deployment, backend: str, tokens: int
 ) -> None:
     loss = {"aggregation": "token_mean" if tokens == 1 else "seq_mean_token_mean", "entropy_coef": 0.01}
     changes = {"loss": loss, "max_tokens_per_microbatch": 64, **BACKENDS[backend]}
-    whole, metrics = await digest_after_whole(trainer, tokens, **changes)
-    await trainer.open(**changes)
-    await trainer.publish()
-    answer = await send(trainer, block_messages(header_of(trainer, tokens=tokens), trainer.batch()))
+    whole, metrics = await digest_after_whole(deployment, tokens, **changes)
+    await deployment.open(**changes)
+    await deployment.publish()
+    answer = await send(deployment, block_messages(header_of(deployment, tokens=tokens), deployment.batch()))
     assert (answer.version, answer.replayed) == (1, False)
-    assert await trainer.publish() == whole
+    assert await deployment.publish() == whole
     assert without_times(answer.metrics) == metrics
-    await assert_close_without_blocks(trainer, metrics, **changes)
+    await assert_close_without_blocks(deployment, metrics, **changes)
 
 
 FEW_OLD = {("FSDP", "engine"), ("Megatron, pipeline", "recompute")}
 
 
 @pytest.mark.parametrize(("backend", "old"), few_of(FEW_OLD, BACKENDS, ("recompute", "engine")))
-async def test_several_minibatches_may_be_streamed(trainer: Deployment, backend: str, old: str) -> None:
+async def test_several_minibatches_may_be_streamed(deployment: Deployment, backend: str, old: str) -> None:
     changes = {"num_minibatches": 2, "loss": {"old_logprobs": old, "entropy_coef": 0.01}, **BACKENDS[backend]}
     changes |= {"max_tokens_per_microbatch": 64}
-    whole, metrics = await digest_after_whole(trainer, 1, **changes)
-    await trainer.open(**changes)
-    before = await trainer.publish()
-    messages = block_messages(header_of(trainer, groups_per_minibatch=2), trainer.batch())
+    whole, metrics = await digest_after_whole(deployment, 1, **changes)
+    await deployment.open(**changes)
+    before = await deployment.publish()
+    messages = block_messages(header_of(deployment, groups_per_minibatch=2), deployment.batch())
     with raises(DataLoss, reason=Reason.CORRUPT_TRANSFER):
-        await send(trainer, messages[:-1])
-    assert await trainer.publish() == before
-    answer = await send(trainer, messages)
-    assert await trainer.publish() == whole
+        await send(deployment, messages[:-1])
+    assert await deployment.publish() == before
+    answer = await send(deployment, messages)
+    assert await deployment.publish() == whole
     assert without_times(answer.metrics) == metrics
-    await assert_close_without_blocks(trainer, metrics, **changes)
+    await assert_close_without_blocks(deployment, metrics, **changes)
 
 
-async def test_minibatches_of_fewer_groups_have_smaller_blocks(trainer: Deployment) -> None:
+async def test_minibatches_of_fewer_groups_have_smaller_blocks(deployment: Deployment) -> None:
     """Tests a step that found 6 of 8 groups: its mini-batches have 3 groups, in blocks of one or two."""
     changes = {"num_minibatches": 2, "loss": {"entropy_coef": 0.01}}
     metrics = []
     for tokens in (33, 0):
-        await trainer.open(**changes)
-        batch = make_batch(6, 2, await trainer.publish())
+        await deployment.open(**changes)
+        batch = make_batch(6, 2, await deployment.publish())
         groups = 3 if tokens else 0
-        answer = await trainer.train(batch, tokens_per_block=tokens, groups_per_minibatch=groups)
+        answer = await deployment.train(batch, tokens_per_block=tokens, groups_per_minibatch=groups)
         metrics.append(without_times(answer.metrics))
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("backend", marked(BACKENDS, ["Megatron"]))
-async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer: Deployment, backend: str) -> None:
-    whole, _ = await digest_after_whole(trainer, 0, **BACKENDS[backend])
-    await trainer.open(**BACKENDS[backend])
-    before = await trainer.publish()
-    messages = block_messages(header_of(trainer, tokens=60), trainer.batch())
+async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(deployment: Deployment, backend: str) -> None:
+    whole, _ = await digest_after_whole(deployment, 0, **BACKENDS[backend])
+    await deployment.open(**BACKENDS[backend])
+    before = await deployment.publish()
+    messages = block_messages(header_of(deployment, tokens=60), deployment.batch())
     for length in range(len(messages)):
-        # First the stream ends in order, but too early; then the caller cuts it while the trainer waits for more.
+        # First the stream ends in order, but too early; then the caller cuts it while the deployment waits for more.
         with pytest.raises((InvalidInput, DataLoss)):
-            await send(trainer, messages[:length])
+            await send(deployment, messages[:length])
         taken = asyncio.Event()
 
         async def stuck(length: int = length, taken: asyncio.Event = taken) -> AsyncIterator[pb.TrainRequest]:
@@ -147,15 +147,15 @@ async def test_a_stream_that_breaks_at_any_message_leaves_nothing_behind(trainer
             taken.set()
             await asyncio.Event().wait()
 
-        call = asyncio.create_task(trainer.call(TrainerService.Train, stuck()))
+        call = asyncio.create_task(deployment.call(TrainerService.Train, stuck()))
         await taken.wait()
         call.cancel()
         await asyncio.wait({call})
-        assert await trainer.current_stamp() == before
-    assert await trainer.publish() == before
+        assert await deployment.current_stamp() == before
+    assert await deployment.publish() == before
     # For a batch without blocks, nothing else discards gradients before the update.
-    await trainer.train(trainer.batch(), batch_id="streamed")
-    assert await trainer.publish() == whole
+    await deployment.train(deployment.batch(), batch_id="streamed")
+    assert await deployment.publish() == whole
 
 
 async def test_a_batch_is_applied_once_however_it_is_sent(trainer: Deployment) -> None:
@@ -243,14 +243,14 @@ async def test_a_message_out_of_place_and_a_batch_without_trained_tokens_are_ref
     assert "masks every token" in error.message
 
 
-async def test_a_gap_is_found_before_anything_is_applied(trainer: Deployment) -> None:
-    await trainer.open(max_logprob_diff=2.0)
-    await trainer.publish()
-    batch = trainer.batch()
+async def test_a_gap_is_found_before_anything_is_applied(deployment: Deployment) -> None:
+    await deployment.open(max_logprob_diff=2.0)
+    await deployment.publish()
+    batch = deployment.batch()
     off = changed(batch, "logprobs", [[-60.0] * len(row) for row in batch["tokens"].to_pylist()])
-    error = await refused(trainer, block_messages(header_of(trainer), off))
+    error = await refused(deployment, block_messages(header_of(deployment), off))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.LOGPROB_DIFF)
-    assert (await send(trainer, block_messages(header_of(trainer), batch))).version == 1
+    assert (await send(deployment, block_messages(header_of(deployment), batch))).version == 1
 
 
 async def _save(trainer: Deployment, directory: Path) -> None:
@@ -264,12 +264,12 @@ async def _stream_again(trainer: Deployment, directory: Path) -> None:
 
 @pytest.mark.parametrize("other", [_save, pytest.param(_stream_again, marks=pytest.mark.long)])
 async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
-    trainer: Deployment, tmp_path: Path, other: Callable[[Deployment, Path], Any]
+    deployment: Deployment, tmp_path: Path, other: Callable[[Deployment, Path], Any]
 ) -> None:
-    whole, _ = await digest_after_whole(trainer, 1)
-    await trainer.open()
-    await trainer.publish()
-    messages, goes_on = block_messages(header_of(trainer), trainer.batch()), asyncio.Event()
+    whole, _ = await digest_after_whole(deployment, 1)
+    await deployment.open()
+    await deployment.publish()
+    messages, goes_on = block_messages(header_of(deployment), deployment.batch()), asyncio.Event()
     reached = asyncio.Event()
 
     async def interrupted() -> AsyncIterator[pb.TrainRequest]:
@@ -279,16 +279,16 @@ async def test_another_call_ends_the_stream_and_the_whole_batch_has_its_result(
         await goes_on.wait()
         yield messages[-1]
 
-    call = asyncio.create_task(trainer.call(TrainerService.Train, interrupted()))
+    call = asyncio.create_task(deployment.call(TrainerService.Train, interrupted()))
     await reached.wait()
     # The messages were sent; a Forward is answered after the blocks that the ranks have got.
-    await trainer.forward(trainer.batch())
-    await other(trainer, tmp_path)
+    await deployment.forward(deployment.batch())
+    await other(deployment, tmp_path)
     goes_on.set()
     with raises(Aborted, reason=Reason.STREAM_ENDED):
         await call
-    await trainer.train(trainer.batch(), batch_id="streamed", tokens_per_block=1)
-    assert await trainer.publish() == whole
+    await deployment.train(deployment.batch(), batch_id="streamed", tokens_per_block=1)
+    assert await deployment.publish() == whole
 
 
 def spoil(batch: pa.Table, *rows: int) -> pa.Table:
@@ -301,61 +301,61 @@ FEW_SPOILED = {("FSDP", 60), ("Megatron, pipeline", 0)}
 
 
 @pytest.mark.parametrize(("backend", "tokens"), few_of(FEW_SPOILED, BACKENDS, (0, 60)))
-async def test_a_gradient_that_is_not_finite_is_skipped(trainer: Deployment, backend: str, tokens: int) -> None:
+async def test_a_gradient_that_is_not_finite_is_skipped(deployment: Deployment, backend: str, tokens: int) -> None:
     changes: dict[str, Any] = {"loss": {"kind": "python", "import_path": "tests.user_functions:spoiled"}}
     changes |= BACKENDS[backend]
     digests = []
     for spoils in (True, False):
-        await trainer.open(**changes)
-        await trainer.publish()
-        await trainer.train(trainer.batch(), tokens_per_block=tokens)
-        before = await trainer.publish()
+        await deployment.open(**changes)
+        await deployment.publish()
+        await deployment.train(deployment.batch(), tokens_per_block=tokens)
+        before = await deployment.publish()
         if spoils:
-            answer = await trainer.train(spoil(trainer.batch(), 5), tokens_per_block=tokens)
+            answer = await deployment.train(spoil(deployment.batch(), 5), tokens_per_block=tokens)
             assert (answer.version, answer.metrics["skipped"], answer.metrics["grad_norm"]) == (2, 1, 0)
             # The batch counts as applied: the version is the next one, with the weights of the one before.
-            assert await trainer.publish() == PolicyStamp(version=2, digest=before.digest)
-        answer = await trainer.train(trainer.batch(seed=1), tokens_per_block=tokens)
+            assert await deployment.publish() == PolicyStamp(version=2, digest=before.digest)
+        answer = await deployment.train(deployment.batch(seed=1), tokens_per_block=tokens)
         assert answer.metrics["skipped"] == 0
-        digests.append((await trainer.publish()).digest)
+        digests.append((await deployment.publish()).digest)
     assert digests[0] == digests[1]  # moments and their count were left alone, too
 
 
-async def test_one_of_several_updates_is_skipped(trainer: Deployment) -> None:
-    await trainer.open(num_minibatches=2, loss={"kind": "python", "import_path": "tests.user_functions:spoiled"})
-    before = await trainer.publish()
+async def test_one_of_several_updates_is_skipped(deployment: Deployment) -> None:
+    await deployment.open(num_minibatches=2, loss={"kind": "python", "import_path": "tests.user_functions:spoiled"})
+    before = await deployment.publish()
     for bad, row in ((1, 0), (1, 11)):  # of the first mini-batch; of the second
-        answer = await trainer.train(spoil(trainer.batch(), row))
+        answer = await deployment.train(spoil(deployment.batch(), row))
         assert answer.metrics["skipped"] == bad
         assert all(map(math.isfinite, answer.metrics.values()))
         assert answer.metrics["grad_norm"] > 0
-        before, after = await trainer.publish(), before
+        before, after = await deployment.publish(), before
         assert before.digest != after.digest
 
 
-async def test_a_run_of_skipped_batches_is_refused(trainer: Deployment, tmp_path: Path) -> None:
+async def test_a_run_of_skipped_batches_is_refused(deployment: Deployment, tmp_path: Path) -> None:
     loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
-    await trainer.open(loss=loss)
-    first = await trainer.publish()
+    await deployment.open(loss=loss)
+    first = await deployment.publish()
     for _ in range(MAX_SKIPPED - 1):
-        assert (await trainer.train(spoil(trainer.batch(), 5))).metrics["skipped"] == 1
-        await trainer.publish()
-    await _save(trainer, tmp_path)
+        assert (await deployment.train(spoil(deployment.batch(), 5))).metrics["skipped"] == 1
+        await deployment.publish()
+    await _save(deployment, tmp_path)
     for _ in range(2):  # it counts on from a checkpoint
         with raises(PreconditionFailed, reason=Reason.NONFINITE_GRADIENT) as caught:
-            await trainer.train(spoil(trainer.batch(), 5))
+            await deployment.train(spoil(deployment.batch(), 5))
         assert f"of {MAX_SKIPPED} batches in a row" in caught.value.message
-        assert await trainer.publish() == PolicyStamp(version=MAX_SKIPPED - 1, digest=first.digest)
-        await trainer.open(checkpoint=str(tmp_path / "checkpoint"), loss=loss)
-        await trainer.publish()
-    assert (await trainer.train(trainer.batch())).metrics["skipped"] == 0
-    await trainer.publish()
-    assert (await trainer.train(spoil(trainer.batch(), 5))).version == MAX_SKIPPED + 1
+        assert await deployment.publish() == PolicyStamp(version=MAX_SKIPPED - 1, digest=first.digest)
+        await deployment.open(checkpoint=str(tmp_path / "checkpoint"), loss=loss)
+        await deployment.publish()
+    assert (await deployment.train(deployment.batch())).metrics["skipped"] == 0
+    await deployment.publish()
+    assert (await deployment.train(spoil(deployment.batch(), 5))).version == MAX_SKIPPED + 1
 
 
-async def test_a_gradient_that_is_not_finite_may_end_the_run(trainer: Deployment) -> None:
+async def test_a_gradient_that_is_not_finite_may_end_the_run(deployment: Deployment) -> None:
     loss = {"kind": "python", "import_path": "tests.user_functions:spoiled"}
-    await trainer.open(loss=loss, optim={"on_nonfinite": "fail"})
-    await trainer.publish()
-    error = await refused(trainer, block_messages(header_of(trainer), spoil(trainer.batch(), 5)))
+    await deployment.open(loss=loss, optim={"on_nonfinite": "fail"})
+    await deployment.publish()
+    error = await refused(deployment, block_messages(header_of(deployment), spoil(deployment.batch(), 5)))
     assert (type(error), error.reason) == (PreconditionFailed, Reason.NONFINITE_GRADIENT)

@@ -49,21 +49,21 @@ async def test_checkpoint_restores_version_batch_and_weights(trainer: Deployment
     ],
 )
 async def test_adapters_are_loaded_only_as_they_were_saved(
-    trainer: Deployment, tmp_path: Path, lora: dict[str, float], field: str
+    deployment: Deployment, tmp_path: Path, lora: dict[str, float], field: str
 ) -> None:
     own = {"rank": 2, "alpha": 4.0}
-    await trainer.open(lora=own)
-    await trainer.publish()
-    await trainer.train(trainer.batch(), batch_id="first")
-    stamp, path = await trainer.publish(), tmp_path / "c"
-    await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
+    await deployment.open(lora=own)
+    await deployment.publish()
+    await deployment.train(deployment.batch(), batch_id="first")
+    stamp, path = await deployment.publish(), tmp_path / "c"
+    await deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=str(path)))
     with raises(PreconditionFailed, field=field):
-        await trainer.open(checkpoint=str(path), lora=lora)
-    assert await trainer.publish() == stamp  # the open run goes on
+        await deployment.open(checkpoint=str(path), lora=lora)
+    assert await deployment.publish() == stamp  # the open run goes on
     with raises(PreconditionFailed, field="model"):  # adapters of another base are another model
-        await trainer.open("tied", checkpoint=str(path), lora=own)
-    await trainer.open(checkpoint=str(path), lora=own)
-    assert await trainer.publish() == stamp
+        await deployment.open("tied", checkpoint=str(path), lora=own)
+    await deployment.open(checkpoint=str(path), lora=own)
+    assert await deployment.publish() == stamp
 
 
 async def test_a_checkpoint_goes_on_only_with_the_config_and_the_vocabulary_of_its_model(

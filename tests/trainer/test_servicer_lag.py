@@ -38,29 +38,31 @@ async def refused(trainer: Deployment, batch: pa.Table, drawn: PolicyStamp | Non
 
 
 @pytest.mark.parametrize("backend", marked(BACKENDS, ["Megatron"]))
-async def test_a_resumed_trainer_knows_its_last_publication(trainer: Deployment, tmp_path: Path, backend: str) -> None:
+async def test_a_resumed_trainer_knows_its_last_publication(
+    deployment: Deployment, tmp_path: Path, backend: str
+) -> None:
     path = str(tmp_path / "checkpoint")
-    await trainer.open(**BACKENDS[backend])
-    stamps = [await trainer.publish()]
+    await deployment.open(**BACKENDS[backend])
+    stamps = [await deployment.publish()]
 
     async def step(number: int) -> PolicyStamp:
         drawn = stamps[max(0, number - 1)]
-        await trainer.train(trainer.batch(drawn, seed=number), drawn_stamp=drawn)
-        return await trainer.publish()
+        await deployment.train(deployment.batch(drawn, seed=number), drawn_stamp=drawn)
+        return await deployment.publish()
 
     for number in range(_NUM_STEPS):
         if number == _SAVED:
-            await trainer.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=path))
+            await deployment.call(TrainerService.SaveCheckpoint, pb.SaveCheckpointRequest(path=path))
         stamps.append(await step(number))
     assert len({stamp.digest for stamp in stamps}) == _NUM_STEPS + 1
 
-    await trainer.open(checkpoint=path, **BACKENDS[backend])
-    assert await trainer.publish() == stamps[_SAVED]
+    await deployment.open(checkpoint=path, **BACKENDS[backend])
+    assert await deployment.publish() == stamps[_SAVED]
     older, drawn, newest = stamps[: _SAVED + 1]
     other = PolicyStamp(version=drawn.version, digest=older.digest)
-    assert await refused(trainer, trainer.batch(older), older) is Reason.TOO_STALE
-    assert await refused(trainer, trainer.batch(other), other) is Reason.DIGEST_MISMATCH
-    assert await refused(trainer, trainer.batch(newest), drawn) is Reason.FUTURE_STAMP
-    assert await refused(trainer, trainer.batch(drawn), newest) is Reason.STALE_STAMP
-    assert await refused(trainer, trainer.batch(drawn), None) is Reason.STALE_STAMP
+    assert await refused(deployment, deployment.batch(older), older) is Reason.TOO_STALE
+    assert await refused(deployment, deployment.batch(other), other) is Reason.DIGEST_MISMATCH
+    assert await refused(deployment, deployment.batch(newest), drawn) is Reason.FUTURE_STAMP
+    assert await refused(deployment, deployment.batch(drawn), newest) is Reason.STALE_STAMP
+    assert await refused(deployment, deployment.batch(drawn), None) is Reason.STALE_STAMP
     assert [await step(number) for number in range(_SAVED, _NUM_STEPS)] == stamps[_SAVED + 1 :]
