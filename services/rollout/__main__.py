@@ -53,7 +53,8 @@ def preload() -> None:
     import_before_fork("services.rollout.compat.vllm.client", "services.rollout.servicer")
     from services.rollout.compat.vllm.client import CPU_WORKER, GPU_WORKER
 
-    import_before_fork(GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver")
+    # Every engine imports compressed_tensors to load its model, which takes a quarter of the time of its start on CPU.
+    import_before_fork(GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver", "compressed_tensors")
 
 
 def _prepare(files: contextlib.ExitStack) -> None:
