@@ -39,7 +39,8 @@ async def test_a_loop_by_hand_is_the_run_to_the_last_bit(
     make_sums(tmp_path / "data" / "arithmetic")
     settings = [
         QUICKSTART,
-        *(f"model={ROOT / 'deploy' / 'quickstart' / 'model'}", f"num_steps={NUM_STEPS}", "data.prompts_per_step=8"),
+        *(f"model={ROOT / 'deploy' / 'quickstart' / 'model'}", f"num_steps={NUM_STEPS}", "data.prompts_per_step=4"),
+        "rollout.completions_per_prompt=4",
         *("rollout.sampling.top_k=8", "rollout.sampling.top_p=0.9"),  # which the loop must pass on, too
         *("evaluation.eval_freq=0", "checkpoint.save_freq=0", "checkpoint.export_at_end=false"),
     ]

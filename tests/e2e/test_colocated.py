@@ -50,29 +50,35 @@ def placed(workspace: Path, placement: str, lent: Sequence[str], *overrides: str
 
 
 def require_equal(workspace: Path, other: Path, num_steps: int) -> None:
-    """Asserts that weights, numbers and batches of the two runs are equal to the last bit."""
+    """Asserts that weights, numbers and batches of the two runs are equal to the last bit.
+
+    The other run may have more steps. Then the digests of what both have published tell that weights are equal.
+    """
     stamps, others = (published(directory / "runs" / "run") for directory in (workspace, other))
     assert sorted(stamps) == list(range(num_steps + 1))
     assert all(len(digests) == 1 for digests in stamps.values())
-    assert stamps == others
-    assert numbers(workspace) == numbers(other)
-    assert weights(workspace) == weights(other) != {}
+    assert stamps.items() <= others.items()
+    assert numbers(workspace) == [line for line in numbers(other) if line["step"] <= num_steps]
+    if len(others) == len(stamps):
+        assert weights(workspace) == weights(other) != {}
     for version in range(num_steps):
         name = Path("runs") / "run" / "batches" / f"step-{version:06d}.parquet"
         assert pq.read_table(workspace / name).equals(pq.read_table(other / name))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), SIDE_BY_SIDE], ids=["in turns", "side by side"])
+@pytest.mark.parametrize(
+    ("num_steps", "overrides"), [(NUM_STEPS, ()), (2, SIDE_BY_SIDE)], ids=["in turns", "side by side"]
+)
 def test_placement_changes_no_bit(
-    tmp_path: Path, undisturbed: Path, lent: Sequence[str], overrides: Sequence[str]
+    tmp_path: Path, undisturbed: Path, lent: Sequence[str], num_steps: int, overrides: Sequence[str]
 ) -> None:
     """Compares two FSDP ranks and two replicas that share GPUs with those of a run that nothing disturbs.
 
     Checkpoints are saved while the engines sleep, after which the same weights are published again.
     """
-    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"))
-    require_equal(placed(workspace, "colocated", lent, *overrides), undisturbed, NUM_STEPS)
+    workspace = make_workspace(tmp_path, model=str(tmp_path / "model"), num_steps=num_steps)
+    require_equal(placed(workspace, "colocated", lent, *overrides), undisturbed, num_steps)
 
 
 @pytest.mark.long
