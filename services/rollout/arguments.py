@@ -70,16 +70,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
             # vLLM takes this share of the GPU. The rest is for what stays of the trainer, such as its CUDA context.
             arguments |= {"enable_sleep_mode": True, "gpu_memory_utilization": SHARED_UTILIZATION}
     else:
-        arguments |= {
-            "dtype": config.dtype if config.dtype != "auto" else "float32",
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": 1 << 28,
-            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-            # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
-            # which torch cannot do on CPU. So a prompt is always computed as a whole.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
-        }
+        arguments |= _on_cpu(config)
     arguments |= _quantization(config)
     if config.speculation:
         num_rows = config.max_samples * (1 + config.speculation.num_tokens)
@@ -96,6 +87,22 @@ def engine_arguments(config: RolloutConfig, model_path: str, seed: int, needs: N
         if read_content(model_path).get("model_type") in FAMILIES:  # of others, all that vLLM can adapt
             arguments["lora_target_modules"] = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     return arguments | config.engine
+
+
+def _on_cpu(config: RolloutConfig) -> EngineArguments:
+    return {
+        "dtype": config.dtype if config.dtype != "auto" else "float32",
+        "enforce_eager": True,
+        # On a host with AMX, vLLM would compute latent attention with kernels that refuse float32. Other attention
+        # does not read this.
+        "attention_backend": "CPU_MLA",
+        "kv_cache_memory_bytes": 1 << 28,
+        "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        # A part of a prompt with a seed ends vLLM's engine (seen with 0.32): it winds the random generator back,
+        # which torch cannot do on CPU. So a prompt is always computed as a whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(2048, config.max_model_len, config.max_samples),
+    }
 
 
 def _quantization(config: RolloutConfig) -> EngineArguments:
