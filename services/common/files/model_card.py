@@ -120,7 +120,12 @@ def _with_defaults(content: JsonObject) -> Any:
     from transformers import CONFIG_MAPPING
 
     config_class: Any = CONFIG_MAPPING[content["model_type"]]
-    return config_class.from_dict(content)
+    # A number that is not finite, such as Falcon-H1's time_step_limit, is written as {"__float__": "Infinity"}.
+    return config_class.from_dict(json.loads(json.dumps(content), object_hook=_number_or_object))
+
+
+def _number_or_object(content: JsonObject) -> JsonObject | float:
+    return float(str(content["__float__"])) if content.keys() == {"__float__"} else content
 
 
 def write_model_card(card: ModelCard, directory: Path) -> None:

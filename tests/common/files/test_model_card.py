@@ -8,7 +8,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.model_card import card_texts, read_model_card, vocab_size_of, write_model_card
+from services.common.files.model_card import card_texts, model_digests, read_model_card, vocab_size_of, write_model_card
 from tests.support import raises
 
 
@@ -58,6 +58,13 @@ def test_a_vocabulary_that_is_no_text_is_in_the_card_only_without_tokenizer_json
 )
 def test_size_of_the_vocabulary(content: dict[str, object], vocab_size: int) -> None:
     assert vocab_size_of(json.dumps(content).encode()) == vocab_size
+
+
+def test_numbers_that_are_not_finite_are_read_as_transformers_writes_them() -> None:
+    content = {"model_type": "falcon_h1", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    card = ModelCard(files={"config.json": json.dumps(content).encode()})
+    by_default = ModelCard(files={"config.json": b'{"model_type": "falcon_h1"}'})
+    assert model_digests(card) == model_digests(by_default)
 
 
 def test_missing_model_is_not_found(tmp_path: Path) -> None:
