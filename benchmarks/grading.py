@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.report import keep
 from services.common.config.reward import RewardConfig
-from services.reward.run import ScoringRun
 from services.reward.scorers.base import Item
+from services.reward.scoring import ScoringRun
 
 _GROUPS, _GROUP_SIZE, _IN_FLIGHT, _REPEATS = 200, 8, 32, 7
 _PROSE = "We let $x = {n}$ and use that $a^2 + b^2 = c^2$, so the first term is ${n}$. Hence it follows that "

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from benchmarks.report import keep
 from services.common.config.reward import CodeConfig, RewardConfig
-from services.reward.run import ScoringRun
 from services.reward.sandbox import PYTHON, Sandbox
 from services.reward.scorers.base import Item
 from services.reward.scorers.code import CodeScorer
+from services.reward.scoring import ScoringRun
 
 _REPEATS, _MANY_TESTS, _BATCH = 40, 11, 16
 

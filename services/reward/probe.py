@@ -40,9 +40,9 @@ from services.reward.environments.episode import EpisodeContext
 from services.reward.environments.servicer import KINDS, EpisodeTable
 from services.reward.errors import ScoringError
 from services.reward.metrics import RewardMetrics
-from services.reward.run import Outcome, ScoringRun
 from services.reward.sandbox import Limits, Sandbox
 from services.reward.scorers.base import Item
+from services.reward.scoring import Outcome, ScoringRun
 
 _LIMITS = Limits(timeout_s=10.0, memory_bytes=1 << 30, disk_bytes=16 << 20, max_processes=8, max_output_bytes=1 << 20)
 

@@ -21,8 +21,8 @@ from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run
 from services.reward.errors import Tracebacks
 from services.reward.metrics import RewardMetrics
-from services.reward.run import Outcome, ScoringRun
 from services.reward.scorers.base import Item
+from services.reward.scoring import Outcome, ScoringRun
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.common.config.reward import RewardConfig
-from services.reward.run import ScoringRun
 from services.reward.scorers.base import Item
+from services.reward.scoring import ScoringRun
 from tests.support import PATIENCE_S
 
 

@@ -84,12 +84,12 @@ class WorkerScorer(Scorer):
     num_spares = 0  # processes that wait for another one to be killed
     num_tries = 2  # of a sample whose worker dies
 
-    def __init__(self, target: str, kwargs: Mapping[str, object], run: RewardConfig, *, max_concurrent: int = 1):
+    def __init__(self, target: str, kwargs: Mapping[str, object], reward: RewardConfig, *, max_concurrent: int = 1):
         self._kwargs, arguments = kwargs, (*ITEM_FIELDS, *kwargs)
         self._pool = FunctionPool(
-            function_target(target, max_memory_bytes=int(run.max_memory_gib * 2**30), arguments=arguments),
-            num_workers=run.num_workers,
-            timeout_s=run.timeout_s,
+            function_target(target, max_memory_bytes=int(reward.max_memory_gib * 2**30), arguments=arguments),
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
             num_spares=self.num_spares,
             max_concurrent=max_concurrent,
             num_tries=self.num_tries,
@@ -113,8 +113,8 @@ def columns(items: Sequence[Item]) -> dict[str, list[object]]:
 class PythonScorer(WorkerScorer):
     """Scores with the function's results. Its path comes from the run's config, never from a sample."""
 
-    def __init__(self, config: PythonConfig, run: RewardConfig):
-        super().__init__(config.path, config.kwargs, run, max_concurrent=config.max_concurrent)
+    def __init__(self, config: PythonConfig, reward: RewardConfig):
+        super().__init__(config.path, config.kwargs, reward, max_concurrent=config.max_concurrent)
         self._takes_groups = config.group
 
     async def open(self) -> None:

@@ -21,8 +21,8 @@ class CodeScorer(Scorer):
 
     version = f"6/python-{platform.python_version()}"
 
-    def __init__(self, config: CodeConfig, run: RewardConfig):
-        self._config, self._group_timeout_s = config, run.group_timeout_s
+    def __init__(self, config: CodeConfig, reward: RewardConfig):
+        self._config, self._group_timeout_s = config, reward.group_timeout_s
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._running: set[asyncio.Task[float]] = set()
         self._closed = False

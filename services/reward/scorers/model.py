@@ -21,7 +21,7 @@ LOAD_FIELDS = {"path", "label", "template", "device", "dtype", "batch_size", "ma
 class ModelScorer(Scorer):
     """Scores with a logit of a sequence-classification model. See services/reward/graders/model.py."""
 
-    def __init__(self, config: ModelConfig, run: RewardConfig):
+    def __init__(self, config: ModelConfig, reward: RewardConfig):
         self._pool = FunctionPool(
             function_target(
                 "services.reward.graders.model:load",
@@ -60,15 +60,15 @@ class JudgeScorer(Scorer):
     time.
     """
 
-    def __init__(self, config: JudgeConfig, run: RewardConfig):
+    def __init__(self, config: JudgeConfig, reward: RewardConfig):
         self._config = config
         self._template = parse_template(config.template)
-        timeout_s = config.timeout_s or run.timeout_s
+        timeout_s = config.timeout_s or reward.timeout_s
         self._remote = Remote(config, timeout_s, request_timeout_s=config.request_timeout_s)
         target = function_target(
-            "services.reward.graders.texts:extract_score", max_memory_bytes=int(run.max_memory_gib * 2**30)
+            "services.reward.graders.texts:extract_score", max_memory_bytes=int(reward.max_memory_gib * 2**30)
         )
-        self._pool = FunctionPool(target, num_workers=1, timeout_s=run.timeout_s)
+        self._pool = FunctionPool(target, num_workers=1, timeout_s=reward.timeout_s)
         settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
         self.version = f"2/{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
@@ -132,8 +132,8 @@ _MAX_ERROR_CHARS = 1000
 class HttpScorer(Scorer):
     """Scores with the server's answers."""
 
-    def __init__(self, config: HttpConfig, run: RewardConfig):
-        self._remote = Remote(config, config.timeout_s or run.timeout_s)
+    def __init__(self, config: HttpConfig, reward: RewardConfig):
+        self._remote = Remote(config, config.timeout_s or reward.timeout_s)
         self.version = ""
 
     async def open(self) -> None:

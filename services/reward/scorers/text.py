@@ -27,7 +27,7 @@ class ExactScorer(Scorer):
 
     version = "2"
 
-    def __init__(self, config: ExactConfig, run: RewardConfig):
+    def __init__(self, config: ExactConfig, reward: RewardConfig):
         self._ignore_case = config.ignore_case
 
     async def score(self, item: Item) -> float:
@@ -42,7 +42,7 @@ class AnswerScorer(Scorer):
 
     version = "4"
 
-    def __init__(self, config: AnswerConfig, run: RewardConfig):
+    def __init__(self, config: AnswerConfig, reward: RewardConfig):
         self._key = config.answers_key
 
     async def score(self, item: Item) -> float:
@@ -61,8 +61,8 @@ class FormatScorer(WorkerScorer):
 
     version = "1"
 
-    def __init__(self, config: FormatConfig, run: RewardConfig):
-        super().__init__("services.reward.graders.texts:match_format", {"pattern": config.pattern}, run)
+    def __init__(self, config: FormatConfig, reward: RewardConfig):
+        super().__init__("services.reward.graders.texts:match_format", {"pattern": config.pattern}, reward)
 
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5). What the first lines match is no
@@ -109,7 +109,7 @@ class Gsm8kScorer(Scorer):
 
     version = "7"
 
-    def __init__(self, config: Gsm8kConfig, run: RewardConfig):
+    def __init__(self, config: Gsm8kConfig, reward: RewardConfig):
         self._require_marker = config.require_marker
 
     async def score(self, item: Item) -> float:
@@ -157,7 +157,7 @@ class LengthScorer(Scorer):
 
     version = "1"
 
-    def __init__(self, config: LengthConfig, run: RewardConfig):
+    def __init__(self, config: LengthConfig, reward: RewardConfig):
         self._target_tokens = config.target_tokens
         self._max_tokens = config.max_tokens
 
@@ -175,9 +175,9 @@ class MathScorer(WorkerScorer):
     version = f"8/math-verify-{version('math-verify')}"
     num_spares, num_tries = 1, 1  # score_group tries again
 
-    def __init__(self, config: MathConfig, run: RewardConfig):
-        super().__init__("services.reward.graders.math:grade", {"require_boxed": config.require_boxed}, run)
-        self._num_workers, self._group_timeout_s = run.num_workers, run.group_timeout_s
+    def __init__(self, config: MathConfig, reward: RewardConfig):
+        super().__init__("services.reward.graders.math:grade", {"require_boxed": config.require_boxed}, reward)
+        self._num_workers, self._group_timeout_s = reward.num_workers, reward.group_timeout_s
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
         """Scores each item. Time that an item waits for others does not count against its limit."""

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from services.common.tasks import gather
-from services.reward.run import Outcome, ScoringRun
+from services.reward.scoring import Outcome, ScoringRun
 from tests.reward.hostile_math import ANSWERED, CODE_AROUND_A_NUMBER, ENDLESS
 from tests.support import LIMITS_S, cpu_seconds
 

@@ -22,7 +22,7 @@ import pytest_asyncio
 from services.common.errors import InvalidInput
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.code import find_program, read_tests
-from services.reward.run import ScoringRun
+from services.reward.scoring import ScoringRun
 from tests.reward.forged_verdicts import CHANGE, FORGE
 from tests.reward.honest_programs import ADD, CALL, HONEST, STATEMENTS, pairs
 from tests.reward.hostile_programs import BREAK, LEAVE, STEAL
