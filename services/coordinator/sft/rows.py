@@ -17,7 +17,7 @@ from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.reading import columns
-from services.coordinator.data.reading.files import Row, RowFile, hash_of
+from services.coordinator.data.reading.files import Row, RowFile, hash_of, require_messages_shown
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.bridge import map_texts
 from services.coordinator.text.chat_template import Message, TemplateRefusal, check_prefix_stable
@@ -215,6 +215,7 @@ class SftFile(RowFile[SftDataConfig, SftRow, Example]):
             raise BadRow("no message of the assistant is to be trained on: all have train false or weight 0")
         render = partial(tokenizer.render, **self.config.chat_template_kwargs)
         whole = render(messages, add_generation_prompt=False)
+        require_messages_shown(partial(render, add_generation_prompt=False), messages)
         pieces: list[str] = []
         end = 0
         for turn in turns:

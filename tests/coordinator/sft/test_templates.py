@@ -108,3 +108,12 @@ def test_an_answer_of_which_the_template_leaves_out_a_part_is_bad(load: Callable
         messages = [QUESTION, {"role": "assistant", "content": "4", key: "2 and 2", "reasoning": None}]
         with pytest.raises(InvalidInput, match=f"leaves out the reasoning of message 1: .*, or remove {key}"):
             load(tokenizer, {"messages": messages}, messages_column="messages")
+
+
+def test_a_message_that_the_template_leaves_out_is_bad(load: Callable) -> None:
+    brief = {"role": "developer", "content": "Be brief."}
+    row = {"messages": [brief, QUESTION, {"role": "assistant", "content": "4"}]}
+    example = load(FAMILIES["qwen2"].tokenizer(), row, messages_column="messages")
+    assert "Be brief." in read(FAMILIES["qwen2"].tokenizer(), example.prompt_tokens)
+    with pytest.raises(InvalidInput, match="leaves out message 0, of role developer: give it another role, or set"):
+        load(FAMILIES["qwen3"].tokenizer(), row, messages_column="messages")

@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -24,6 +24,8 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 # Enough rows for all cores of the tokenizer, and few enough that their texts need little memory beside their tokens.
 _ROWS_AT_ONCE = 4096
+_ROLES = ("system", "user", "assistant")
+"""Those that every chat template shows or refuses. Others it may leave out without a word, such as `developer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,21 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         if ignored and not self.is_templated:
             message = f"data.{ignored[0]} is set, but {self.path} has text prompts: set data.chat to template them"
             raise InvalidInput(message, field=f"data.{ignored[0]}")
+
+
+def require_messages_shown(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> None:
+    """Raises BadRow if the chat template leaves out a message of a role that it need not know."""
+    marks = {index: f" lockstep-{index}-" for index, one in enumerate(messages) if one["role"] not in _ROLES}
+    if not marks:
+        return
+    marked = [{**one, "content": f"{one['content']}{marks.get(index, '')}"} for index, one in enumerate(messages)]
+    shown = render(marked)
+    if left_out := [index for index, mark in marks.items() if mark not in shown]:
+        role = messages[left_out[0]]["role"]
+        raise BadRow(
+            f"the chat template leaves out message {left_out[0]}, of role {role}: give it another role, or set "
+            "data.chat_template to one that shows it"
+        )
 
 
 def hash_of(stored: object, what: str = "it") -> bytes:

@@ -20,7 +20,7 @@ from services.coordinator.data.reading.columns import (
     types_with_fields,
     value_of,
 )
-from services.coordinator.data.reading.files import Row, RowFile, hash_of
+from services.coordinator.data.reading.files import Row, RowFile, hash_of, require_messages_shown
 from services.coordinator.data.reading.record import BadRow, Record, in_words
 from services.coordinator.text.chat_template import Message
 
@@ -69,10 +69,6 @@ class PromptRow(Row):
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
-
-
-_ROLES = ("system", "user", "assistant")
-"""Those that every chat template shows or refuses. Others it may leave out without a word, such as `developer`."""
 
 
 class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
@@ -131,14 +127,10 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         if not self.is_templated:
             return row
         messages = self._with_system(messages)
-        rendered = self._render_prompt(messages)
-        for index, message in enumerate(messages):
-            changed = [*messages[:index], {**message, "content": f"{message['content']}x"}, *messages[index + 1 :]]
-            if message["role"] not in _ROLES and self._render_prompt(changed) == rendered:
-                raise BadRow(f"the chat template leaves out message {index}, of role {message['role']}")
+        require_messages_shown(self._render_prompt, messages)
         return replace(
             row,
-            pieces=(rendered,),
+            pieces=(self._render_prompt(messages),),
             render=self._render_prompt,
             messages_json=json.dumps(messages, ensure_ascii=False),
             has_text=has_text,
