@@ -46,8 +46,9 @@ class RunRecord:
         """Whether the current step's batch was sampled before a restart."""
         with writing(run_dir / "batches"):
             (run_dir / "batches").mkdir(exist_ok=True)
-            for partial in (run_dir / "batches").glob("*.partial"):  # of a coordinator that was killed
-                partial.unlink()
+            for folder in ("batches", "evaluations"):
+                for partial in (run_dir / folder).glob("*.partial"):  # of a coordinator that was killed
+                    partial.unlink()
 
     def next_epoch(self, num_replicas: int) -> int:
         """Returns a weight-group epoch that is higher than all earlier ones."""

@@ -87,6 +87,17 @@ def test_a_full_disk_ends_a_batch_with_a_word_and_the_run_goes_on_when_there_is_
     ledger.close()
 
 
+def test_what_a_killed_coordinator_was_writing_is_removed(tmp_path: Path):
+    left = [tmp_path / folder / ".step-000001.parquet.9.partial" for folder in ("batches", "evaluations")]
+    for path in left:
+        path.parent.mkdir()
+        path.touch()
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    RunRecord(tmp_path, ledger)
+    ledger.close()
+    assert not any(path.exists() for path in left)
+
+
 def test_a_transaction_that_fills_the_disk_keeps_nothing_and_says_why(disk: SmallDisk):
     ledger = Ledger(disk.path / "ledger.sqlite")
 
