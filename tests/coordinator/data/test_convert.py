@@ -1,7 +1,9 @@
 """Tests the conversion of datasets, in the formats in which they are published, through the command line."""
 
+import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +267,20 @@ def test_a_failed_write_leaves_the_old_files(tmp_path):
         )
     assert pq.read_table(tmp_path / "train.parquet") == old
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked", "test.parquet", "train.parquet"]
+
+
+def test_files_are_on_disk_before_one_is_replaced(tmp_path, monkeypatch):
+    old, paths = pa.table({"prompt": ["old"]}), [tmp_path / name for name in ("train.parquet", "test.parquet")]
+    parquet.write_tables(dict.fromkeys(paths, old))
+
+    def full(descriptor: int) -> None:
+        if "train" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PreconditionFailed, match=r"train\.parquet cannot be written"):
+        parquet.write_tables(dict.fromkeys(paths, pa.table({"prompt": ["new"]})))
+    assert [pq.read_table(path) for path in paths] == [old, old]
 
 
 def test_arithmetic(run, tmp_path):

@@ -1,5 +1,6 @@
 """Reads Parquet files with errors that name the file, and writes them atomically."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -116,3 +117,4 @@ def write_tables(tables: Mapping[Path, pa.Table]) -> None:
             file = renamed.enter_context(replacing(path))
             pq.write_table(table, file, compression="zstd")
             file.flush()
+            os.fsync(file.fileno())  # before the first is renamed: some disks say only now that they are full
