@@ -86,7 +86,7 @@ def as_messages(prompt: object, *, may_continue: bool = False) -> list[Message]:
     value = require(prompt, "prompt", (str, list))
     if isinstance(value, str):
         if _MESSAGES_AS_TEXT.fullmatch(value):
-            raise BadRow("the prompt is the text of a list of messages: store the list itself, as {role, content}")
+            raise BadRow("the prompt is the text of a list of messages: store the list itself, which CSV cannot hold")
         return [{"role": "user", "content": value}]
     messages = _checked(value, " of the prompt")
     if not messages[-1]["content"].strip():
