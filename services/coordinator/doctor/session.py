@@ -11,7 +11,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.rollout import DiscoveryConfig
 from services.common.config.run import Config
 from services.common.counted import counted
-from services.common.errors import LockstepError, NotFound, Unavailable
+from services.common.errors import DataLoss, LockstepError, NotFound, Unavailable
 from services.common.rpc.address import parse_address
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor.finding import Finding, Verdict, show_findings
@@ -103,6 +103,8 @@ def examine_resume(config: AnyConfig) -> Iterator[Finding]:
     except LockstepError as error:
         field = error.metadata.get("field") or "the config"
         fix = "set resume to what is there, or leave it out" if field == "resume" else f"correct {field}"
+        if isinstance(error, DataLoss):
+            fix = "restore it, or set resume to another checkpoint"
         yield Finding("resume", error.message, Verdict.FAIL, fix)
     else:
         if config.resume != "auto":

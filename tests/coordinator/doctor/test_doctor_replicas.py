@@ -8,6 +8,7 @@ from services.coordinator.doctor.finding import Verdict
 from services.coordinator.doctor.session import examine_replicas, examine_resume
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config
+from tests.coordinator.runs.test_resume import begin, save
 
 GIVEN = Addresses(trainer="127.0.0.1:1")
 
@@ -46,3 +47,11 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     (finding,) = examine_resume(make_config(runs_dir=tmp_path, resume="never"))
     assert finding.verdict is Verdict.OK
     assert not list(examine_resume(make_config(runs_dir=tmp_path)))
+
+
+def test_a_checkpoint_that_was_lost(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    (finding,) = examine_resume(make_config(runs_dir=tmp_path))
+    assert "manifest.json is missing" in finding.result
+    assert finding.fix == "restore it, or set resume to another checkpoint"
