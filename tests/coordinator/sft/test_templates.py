@@ -108,6 +108,10 @@ def test_an_answer_of_which_the_template_leaves_out_a_part_is_bad(load: Callable
         messages = [QUESTION, {"role": "assistant", "content": "4", key: "2 and 2", "reasoning": None}]
         with pytest.raises(InvalidInput, match=f"leaves out the reasoning of message 1: .*, or remove {key}"):
             load(tokenizer, {"messages": messages}, messages_column="messages")
+    tokenizer, thought = FAMILIES["qwen2"].tokenizer(), "<think>\n2 and 2\n</think>\n\n4"
+    messages = [QUESTION, {"role": "assistant", "content": thought, "reasoning": "2 and 2"}]
+    example = load(tokenizer, {"messages": messages}, messages_column="messages")
+    assert read(tokenizer, example.tokens) == f"{thought}<|im_end|>"
 
 
 def test_a_message_that_the_template_leaves_out_is_bad(load: Callable) -> None:
