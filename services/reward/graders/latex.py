@@ -55,7 +55,8 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*"), ""),
     (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
     (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|boldsymbol|bm)(?![A-Za-z])"), " "),
-    (re.compile(r"\^\s*-\s*([0-9]+|[A-Za-z])"), r"^{-\1}"),
+    (re.compile(r"\^\s*-\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z])"), r"^{-\1}"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\mathrm\s*\{([ie])\}"), r" \1"),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
@@ -98,10 +99,14 @@ _AMOUNTS = re.compile(rf"{_JOIN}{_AMOUNT}{_JOIN}(?:(?:{_UNIT.pattern}{_JOIN})+{_
 _RELATES = re.compile(r"\b(?:of|per|for|every|each|from|at|with|when|if|to|than)\b")
 
 
+_NUMBER_WORDS = f"and|or|one|{'|'.join(_WORDS)}"
 _COUNTED = re.compile(
-    rf"({_AMOUNT})\s+(?!(?:hundred|thousand|[mbt]r?illion|dozen|half|halves|thirds|quarters|\w+ths|squared|cubed|more|less"
-    r"|factorial|infinity|alpha|beta|gamma|delta|theta|lambda|sigma|omega|sqrt|(?:sin|cos|tan|cot|sec|csc|log)\w)\b)"
-    r"[A-Za-z]{4,}(?:\s(?!and\b)[a-z]{3,}){0,3}\.?"
+    rf"({_AMOUNT}|\([0-9]+\+[0-9]+/[0-9]+\))\s+(?!(?:hundred|thousand|lakh|crore|[mbt]r?illion|dozen|ten)s?\b"
+    r"|(?:half|halves|thirds|quarters|\w+ths|squared|cubed|more|less|factorial|choose|power|modulo|root|radical|sqrt|plus"
+    r"|minus|times(?=\s)|over|divided|multiplied|infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|lambda|sigma|omega"
+    r"|(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc|log|exp)h?[a-rt-z]?|[b-df-hj-np-tv-z]+|abc\w*)\b)"
+    rf"(?!.*\b(?:{_NUMBER_WORDS})\b)[a-z]{{4,}}(?:\s(?:a|[a-z]{{2,}})){{0,4}}",
+    re.IGNORECASE,
 )
 """Matches an amount with words behind it, other than those that change it. Shorter ones may be products such as xyz."""
 

@@ -158,7 +158,7 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
 _WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}|\$|\\[\[(]|\A\s*=")  # what is no formula as a whole
-_END_MARK = re.compile(r"(?<=[\w)}\]])[.,;]\Z")  # of the sentence that the answer ends
+_END_MARK = re.compile(r"(?<=[\w)}\]%!])[.,;](?=\}?\Z)")  # of the sentence that the answer ends
 _NAME = re.compile(r"[A-Za-z]\s*=")
 _BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
 _JOINS = re.compile(r"[,;]|and|or|\\q?quad")
