@@ -45,4 +45,5 @@ def test_lists_and_formulas_are_read() -> None:
     spirals, products = (make_tasks(name, seed=1, size=1, settings={}) for name in (LISTS[2], FORMULAS[2]))
     assert spirals.score_answer(str(spirals[0]["answer"].split()), spirals[0]) == 0.1
     assert products.score_answer(f"0 + {products[0]['answer']}", products[0]) == 1.0
-    assert sympy.parse_expr("sqrt(2)*sin(x1) + 1.5e3") == sympy.sympify("1500.0 + sin(x1)*sqrt(2)")
+    for formula in ("sqrt(2)*sin(x1) + 1.5e3", "log(abs(x)) + C", "Rational(1, 2)*theta*xy"):
+        assert sympy.parse_expr(formula) == sympy.sympify(formula)

@@ -5,7 +5,9 @@ which uses `eval` too. Here a model wrote the answer. Seen with reasoning-gym 0.
 """
 
 import ast
+import builtins
 import importlib
+import keyword
 import re
 import sys
 
@@ -15,7 +17,7 @@ from sympy.parsing import sympy_parser
 _READ_LISTS = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion")
 _READ_LISTS += ("games.n_queens",)
 _WORD = re.compile(r"[A-Za-z]\w*")
-_VARIABLE = re.compile(r"[A-Za-z]\d*")
+_NO_FUNCTION_CLASS = ("sqrt", "cbrt", "root", "Rational", "Integral")
 _NO_FORMULA = re.compile(r"[^\w\s+*/^!.,()=-]|_|\.\s*[A-Za-z]|\)\s*\(", re.ASCII)
 _parse_expr = sympy_parser.parse_expr
 
@@ -31,7 +33,7 @@ def refuse_eval() -> None:
 
 
 def _parse_formula(text: str, local_dict: dict[str, object] | None = None) -> sympy.Basic:
-    """Parses numbers, variables of one letter, constants and functions of sympy: nothing that names other objects."""
+    """Parses numbers, variables, constants and functions of sympy: nothing that names other objects."""
     words = _WORD.findall(text)
     if _NO_FORMULA.search(text) or not all(map(_is_known, words)):
         raise ValueError(f"not a formula: {text[:100]!r}")
@@ -39,6 +41,7 @@ def _parse_formula(text: str, local_dict: dict[str, object] | None = None) -> sy
 
 
 def _is_known(word: str) -> bool:
-    value = getattr(sympy, word, None)
-    is_function = word in ("sqrt", "cbrt", "Integral") or isinstance(value, sympy.FunctionClass | sympy.NumberSymbol)
-    return is_function or _VARIABLE.fullmatch(word) is not None
+    if (value := getattr(sympy, word, None)) is None:  # the parser makes a symbol of all but Python's own words
+        return word == "abs" or not (keyword.iskeyword(word) or hasattr(builtins, word))
+    is_function = word in _NO_FUNCTION_CLASS or isinstance(value, sympy.FunctionClass | sympy.NumberSymbol)
+    return is_function or len(word) == 1
