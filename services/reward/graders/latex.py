@@ -56,7 +56,7 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
     (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|boldsymbol|bm)(?![A-Za-z])"), " "),
     (re.compile(r"\^\s*-\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z])"), r"^{-\1}"),
-    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\mathrm\s*\{([ie])\}"), r" \1"),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
@@ -91,7 +91,8 @@ _WORDS_IN = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox)\s*\{"
 _WRAPPED = re.compile(rf"{_WORDS_IN}([^{{}}]*)\}}")
 _AMOUNT = (
     r"(?:[A-Za-z]\s*=\s*)?[-+]?(?=[0-9.\\])"
-    r"(?:[0-9./]|(?:,|\{,\})(?=[0-9]{3})|\\[dt]?frac\{[0-9]+\}\{[0-9]+\}|\\sqrt\{[0-9]+\}|\\pi(?![A-Za-z]))+"
+    r"(?:[0-9./]|(?:,|\{,\})(?=[0-9]{3})|\\[dt]?frac(?:\{(?:[0-9]|\\sqrt\{[0-9]+\}|\\pi)+\}){2}|\\sqrt\{[0-9]+\}"
+    r"|\\pi(?![A-Za-z]))+"
 )
 _JOIN = r"(?:[\s,;$]|\\[,;:! $]|\band\b|\bor\b)*"
 # No two neighbors match the same text: a long text that does not match takes linear time.
@@ -104,11 +105,11 @@ _COUNTED = re.compile(
     rf"({_AMOUNT}|\([0-9]+\+[0-9]+/[0-9]+\))\s+(?!(?:hundred|thousand|lakh|crore|[mbt]r?illion|dozen|ten)s?\b"
     r"|(?:half|halves|thirds|quarters|\w+ths|squared|cubed|more|less|factorial|choose|power|modulo|root|radical|sqrt|plus"
     r"|minus|times(?=\s)|over|divided|multiplied|infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|lambda|sigma|omega"
-    r"|(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc|log|exp)h?[a-rt-z]?|[b-df-hj-np-tv-z]+|abc\w*)\b)"
-    rf"(?!.*\b(?:{_NUMBER_WORDS})\b)[a-z]{{4,}}(?:\s(?:a|[a-z]{{2,}})){{0,4}}",
+    r"|(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc|log|exp)h?[a-rt-z]?|[b-df-hj-np-tv-z]{3,}|abc\w*)\b)"
+    rf"(?!.*\b(?:{_NUMBER_WORDS})\b)(?:[a-z]{{4,}}|in|oz|ml|cup)(?:\s(?:a|[a-z]{{2,}})){{0,4}}",
     re.IGNORECASE,
 )
-"""Matches an amount with words behind it, other than those that change it. Shorter ones may be products such as xyz."""
+"""Matches an amount with words behind it, other than those that change it. Other short ones may be products: 2 xyz."""
 
 
 def without_units(text: str) -> str:
