@@ -100,18 +100,23 @@ _AMOUNTS = re.compile(rf"{_JOIN}{_AMOUNT}{_JOIN}(?:(?:{_UNIT.pattern}{_JOIN})+{_
 _RELATES = re.compile(r"\b(?:of|per|for|every|each|from|at|with|when|if|to|than)\b")
 
 
-_NOT_COUNTED = f"and|or|below|minus|negative|plus|zero|one|{'|'.join(_WORDS)}"
+# What follows an amount and makes another number of it, or is no word: 2 xyz is a product.
+_MULTIPLES = (
+    r"(?:hundred|thousand|lakh|crore|\w*illion|dozen|ten|third|quarter"
+    r"|\w*(?:four|fif|six|seven|eigh|nin|ten|elev|twelf|een|ie|hundred|thousand|illion)th)s?"
+)
+_OPERATIONS = (
+    r"half|halves|squared|cubed|more|less|factorial|choose|power|modulo|root|radical|sqrt|times(?=\s)|over|divided"
+    r"|multiplied|(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc|log|exp)h?[a-rt-z]?"
+)
+_SYMBOLS = r"infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|lambda|sigma|omega|[b-df-hj-np-tv-z]{3,}|abc\w*"
+_ANYWHERE = f"and|or|below|minus|negative|plus|zero|one|{'|'.join(_WORDS)}"
 _COUNTED = re.compile(
-    rf"({_AMOUNT}|\([0-9]+\+[0-9]+/[0-9]+\))\s+(?!.*\b(?:{_NOT_COUNTED})\b)"
-    r"(?!(?:hundred|thousand|lakh|crore|\w*illion|dozen|ten|third|quarter"
-    r"|\w*(?:four|fif|six|seven|eigh|nin|ten|elev|twelf|een|ie|hundred|thousand|illion)th)s?\b"
-    r"|(?:half|halves|squared|cubed|more|less|factorial|choose|power|modulo|root|radical|sqrt|times(?=\s)|over|divided"
-    r"|multiplied|infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|lambda|sigma|omega"
-    r"|(?:a(?:rc)?)?(?:sin|cos|tan|cot|sec|csc|log|exp)h?[a-rt-z]?|[b-df-hj-np-tv-z]{3,}|abc\w*)\b)"
+    rf"({_AMOUNT}|\([0-9]+\+[0-9]+/[0-9]+\))\s+(?!.*\b(?:{_ANYWHERE})\b)(?!(?:{_MULTIPLES}|{_OPERATIONS}|{_SYMBOLS})\b)"
     r"(?:[a-z]{4,}|in|oz|ml|cup)(?:\s(?:a|[a-z]{2,})){0,4}",
     re.IGNORECASE,
 )
-"""Matches an amount with words behind it, other than those that change it. Other short ones may be products: 2 xyz."""
+"""Matches an amount with words behind it, such as 18 dollars a day, if none of them changes it."""
 
 
 def without_units(text: str) -> str:
