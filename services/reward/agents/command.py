@@ -83,8 +83,9 @@ class CommandRunner(Runner):
         if "error" in said:
             raise EpisodeError(EnvironmentFailure.CRASHED, said["error"])
         if said["exit_code"]:
+            level = logging.WARNING if said["exit_code"] > 0 else logging.INFO  # a signal is mostly the service's own
             line = "episode %s: the agent ended with exit code %d: %s"
-            log.warning(line, part.episode_id, said["exit_code"], said["errors"][-_MAX_SHOWN:])
+            log.log(level, line, part.episode_id, said["exit_code"], said["errors"][-_MAX_SHOWN:])
         files = {name: base64.b64decode(content) for name, content in said["files"].items()}
         return Played(said["exit_code"], said["text"], files, said["errors"][-_MAX_SHOWN:])
 
