@@ -99,7 +99,7 @@ def random_tokens(chance: random.Random) -> list[int]:
     """Returns text in odd pieces, a call of a tool with odd JSON, or any tokens at all."""
     kind = chance.random()
     if kind < 0.3:
-        tokens = [chance.randrange(TOKENIZER.vocab_size) for _ in range(chance.randrange(1, 9))]
+        tokens = [chance.randrange(TOKENIZER._backend.get_vocab_size()) for _ in range(chance.randrange(1, 9))]
     else:
         arguments = chance.choice(('{"b": 5000.0, "a": "x"}', '{ "a":"\\u0041", "b":1e2}', "{}"))
         call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
