@@ -224,12 +224,12 @@ def require_messages_shown(render: Callable[[Sequence[Message]], str], messages:
         return
     marked = [{**one, "content": f"{one['content']}{marks.get(index, '')}"} for index, one in enumerate(messages)]
     shown = render(marked)
-    if left_out := [index for index, mark in marks.items() if mark not in shown]:
-        role = messages[left_out[0]]["role"]
-        raise BadRow(
-            f"the chat template leaves out message {left_out[0]}, of role {role}: give it another role, or set "
-            "data.chat_template to one that shows it"
-        )
+    for index, mark in marks.items():
+        if mark not in shown:
+            raise BadRow(
+                f"the chat template leaves out a message of role {messages[index]['role']}: give it another role, or set "
+                "data.chat_template to one that shows it"
+            )
 
 
 def hash_of(stored: object, what: str = "it") -> bytes:
