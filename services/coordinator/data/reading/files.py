@@ -227,8 +227,8 @@ def require_messages_shown(render: Callable[[Sequence[Message]], str], messages:
     for index, mark in marks.items():
         if mark not in shown:
             raise BadRow(
-                f"the chat template leaves out a message of role {messages[index]['role']}: give it another role, or set "
-                "data.chat_template to one that shows it"
+                f"the chat template leaves out a message of role {messages[index]['role']}: give it another role, or "
+                "set data.chat_template to one that shows it"
             )
 
 
