@@ -81,11 +81,20 @@ class Record:
         table, _, differs = self._read(step, calls_path(self.run_dir, step - 1), "calls of agents", "calls_sha256")
         return table, differs
 
-    def _read(self, step: int, path: Path, what: str, field: str) -> tuple[pa.Table, Decision, tuple[Difference, ...]]:
-        """Returns a file of a step and the row of the ledger that has its SHA-256 in `field`."""
+    def require_batch(self, step: int) -> None:
+        """Raises NotFound if the samples of `step` were not kept."""
+        self._collected(step, batch_path(self.run_dir, step - 1), "samples", "sha256")
+
+    def _collected(self, step: int, path: Path, what: str, field: str) -> Decision:
+        """Returns the row of the ledger that has the SHA-256 of a step's file in `field`."""
         collected = self._ledger.last(Kind.COLLECTED, step - 1)
         if collected is None or collected.get(field) is None or not path.is_file():
             raise NotFound(f"the {what} of step {step} were not kept: there is no {path}", field="step")
+        return collected
+
+    def _read(self, step: int, path: Path, what: str, field: str) -> tuple[pa.Table, Decision, tuple[Difference, ...]]:
+        """Returns a file of a step and the row of the ledger that has its SHA-256 in `field`."""
+        collected = self._collected(step, path, what, field)
         try:
             table = pq.read_table(path)
         except (pa.ArrowException, OSError) as error:

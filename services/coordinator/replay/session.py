@@ -174,7 +174,7 @@ async def replay_session(
         record.batch(step)  # raises if it was not kept, before any service starts
         first, checkpoint = record.start(step - 1) if What.TRAIN in what else (step, "")
         for before in range(first + 1, step):  # training repeats these steps too
-            record.batch(before)
+            record.require_batch(before)
         recorded = record.config_of(step)
         has_critic = What.TRAIN in what and recorded.critic and record.critic_start(step - 1)
         _require_own_paths(record.run_dir, recorded, what, external)

@@ -65,19 +65,24 @@ def test_numbers_in_the_live_table_are_whole(width: int, height: int, num_column
     assert [len({*row} & NUMBERS) for row in rows] == [num_columns - 2] * num_rows
 
 
+def shown_after_step(metrics: dict[str, float], width: int, *, is_terminal: bool) -> str:
+    console = make_console(width, 24, is_terminal=is_terminal)
+    terminal = Terminal(console, NUM_STEPS)
+    terminal.step(1, metrics)
+    if is_terminal:
+        console = make_console(width, 24, is_terminal=False)
+        console.print(terminal._shown())
+    terminal.close()
+    return console.file.getvalue()
+
+
 MEASURED = STEP | {"time/generating_s": 64.51, "time/generate_busy_s": 0.10, "time/score_busy_s": 64.4}
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_scoring_is_not_shown_as_generating(is_terminal: bool):
-    console = make_console(80, 24, is_terminal=is_terminal)
-    terminal = Terminal(console, NUM_STEPS)
-    terminal.step(1, MEASURED)
-    if is_terminal:
-        console = make_console(80, 24, is_terminal=False)
-        console.print(terminal._shown())
-    terminal.close()
-    lines = [line for line in console.file.getvalue().splitlines() if "0.62" in line or "reward" in line]
+    text = shown_after_step(MEASURED, 80, is_terminal=is_terminal)
+    lines = [line for line in text.splitlines() if "0.62" in line or "reward" in line]
     head, row = (re.split(r"\s*[┃│]\s*|\s{2,}", line.strip()) for line in lines)
     shown = dict(zip(head, row if is_terminal else [row[0], "", *row[1:]], strict=True))
     assert (shown["generate s"], shown["score s"], shown["train s"]) == ("0.10", "64.40", "67.89")
@@ -87,18 +92,10 @@ def test_scoring_is_not_shown_as_generating(is_terminal: bool):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_divergence_from_a_teacher_is_shown_if_there_is_one(is_terminal: bool):
-    shown = {}
-    for name, metrics in {"with": STEP | {"teacher_kl/token_mean": 0.875}, "without": STEP}.items():
-        console = make_console(200, 24, is_terminal=is_terminal)
-        terminal = Terminal(console, NUM_STEPS)
-        terminal.step(1, metrics)
-        if is_terminal:
-            console = make_console(200, 24, is_terminal=False)
-            console.print(terminal._shown())
-        terminal.close()
-        shown[name] = console.file.getvalue()
-    assert "teacher KL" in shown["with"] and "0.875" in shown["with"]
-    assert "teacher KL" not in shown["without"] and "grad norm" in shown["without"]
+    with_kl = shown_after_step(STEP | {"teacher_kl/token_mean": 0.875}, 200, is_terminal=is_terminal)
+    without = shown_after_step(STEP, 200, is_terminal=is_terminal)
+    assert "teacher KL" in with_kl and "0.875" in with_kl
+    assert "teacher KL" not in without and "grad norm" in without
 
 
 def test_held_out_sets_are_named():
