@@ -51,10 +51,12 @@ def preload() -> None:
         # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     import_before_fork("services.rollout.compat.vllm.client", "services.rollout.servicer")
-    from services.rollout.compat.vllm.client import CPU_WORKER, GPU_WORKER
+    from services.rollout.compat.vllm.client import CPU_WORKER, GPU_WORKER, register_kernels
 
     # Every engine imports compressed_tensors to load its model, which takes a quarter of the time of its start on CPU.
     import_before_fork(GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver", "compressed_tensors")
+    if not is_gpu:
+        register_kernels()
 
 
 def _prepare(files: contextlib.ExitStack) -> None:
