@@ -12,6 +12,11 @@ Names and messages may contain `[level=1]` or `:key:`, which Rich would read as 
 """
 
 
+def is_live(console: Console) -> bool:
+    """Returns whether lines can be redrawn: a file cannot, nor a terminal that has no cursor to move (TERM=dumb)."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width: int) -> list[int]:
     """Returns the ascending indices of the columns of `lines` (including the header) that fit in `width` characters.
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.coordinator.data.groups import conversation_of
-from services.coordinator.observe.console import fitting
+from services.coordinator.observe.console import fitting, is_live
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter, in_order
 
@@ -95,7 +95,7 @@ class StageLines(Reporter):
         self._console, self._stages = console, Stages()
         shown = lambda: Text("\n".join(self._stages.lines()))  # noqa: E731
         self._live = Live(console=console, get_renderable=shown, refresh_per_second=4, transient=True)
-        self._is_live = console.is_terminal
+        self._is_live = is_live(console)
 
     def stage(self, service: str, name: str, began_s: float, seconds: float | None = None) -> None:
         self._stages.note(service, name, began_s, seconds)
@@ -139,11 +139,11 @@ _FRAME = 6  # lines around the rows: borders, header and a caption of up to two 
 
 
 class Terminal(Reporter):
-    """Shows a live table of the last steps, or prints a line per step if the output is not a terminal."""
+    """Shows a live table of the last steps, or prints a line per step where nothing can be redrawn."""
 
     def __init__(self, console: Console, num_steps: int):
         self._console, self._num_steps = console, num_steps
-        self.shows_samples = console.is_terminal
+        self.shows_samples = self._is_live = is_live(console)
         self._rows: list[list[str]] = []
         self._step_s: deque[float] = deque(maxlen=_ROWS)
         self._phase, self._sets, self._phase_began_s = "", _NAMES[1], 0.0
@@ -155,7 +155,7 @@ class Terminal(Reporter):
         self._stages.note(service, name, began_s, seconds)
 
     def begin_phase(self, name: str, version: int) -> None:
-        if self._console.is_terminal and not self._live.is_started:
+        if self._is_live and not self._live.is_started:
             self._live.start()
         self._phase, self._phase_began_s = name, time.monotonic()
         if version < self._num_steps:
@@ -163,14 +163,19 @@ class Terminal(Reporter):
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         row = [str(version), "", *(show(metrics) for show in _COLUMNS.values())]
-        if not self._console.is_terminal:
-            shown = [index for index in range(len(row)) if row[index] or index != _TEACHER]
-            if not self._rows:
-                self._console.print(_line([_NAMES[index] for index in shown]), style="bold", soft_wrap=True)
-            cells = [f"{version}/{self._num_steps}", *row[1:]]
-            self._console.print(_line([cells[index] for index in shown]), soft_wrap=True)
+        if not self._is_live:
+            self._print_line(row)
         self._rows = [*self._rows[1 - _ROWS :], row]
         self._step_s.append(metrics["time/step_s"])
+
+    def _print_line(self, row: Sequence[str]) -> None:
+        """Prints a line of a step, after the names if it is the first; held-out rewards have lines of their own."""
+        cells = [f"{row[0]:>{len(str(self._num_steps))}}/{self._num_steps}", *row[1:]]
+        shown = [index for index in range(len(row)) if row[index] or index not in (_HELD_OUT, _TEACHER)]
+        widths = [max(_MIN_WIDTH, len(_NAMES[index]), len(cells[index])) for index in shown]
+        for texts, style in ((_NAMES, "bold"), (cells, ""))[bool(self._rows) :]:
+            line = "  ".join(f"{texts[index]:>{width}}" for index, width in zip(shown, widths, strict=True))
+            self._console.print(line, style=style, soft_wrap=True)
 
     def conversation(self, version: int, conversation: pb.Conversation) -> None:
         self._episode = version, conversation
@@ -188,7 +193,7 @@ class Terminal(Reporter):
 
     def close(self) -> None:
         self._phase = ""
-        if self._console.is_terminal:
+        if self._is_live:
             self._live.stop()
 
     def _time_left(self, version: int) -> str:
@@ -240,7 +245,8 @@ _COLUMNS = {
     "publish s": lambda m: f"{m['time/publishing_s']:.2f}",
 }
 _NAMES = ("step", "held-out", *_COLUMNS)
-_SCORE, _TEACHER = _NAMES.index("score s"), _NAMES.index("teacher KL")
+_HELD_OUT, _SCORE, _TEACHER = map(_NAMES.index, ("held-out", "score s", "teacher KL"))
+_MIN_WIDTH = 7  # of a column in a file
 _TIMES = ("generate s", "score s", "train s")
 _FIRST = ("step", "reward", "teacher KL", "held-out", "grad norm", *_TIMES, "entropy", "diff max")
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
@@ -248,7 +254,3 @@ _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES
 
 def _shortened(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "  ".join(f"{cell:>10}" for cell in cells)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
@@ -32,8 +33,9 @@ NUMBERS = {"0.625", "0.92", "123456", "0.387", "12.345", "2.9e-06", "123.45", "6
 NUM_STEPS = 30
 
 
-def make_console(width: int, height: int, *, is_terminal: bool) -> Console:
-    return Console(file=io.StringIO(), width=width, height=height, force_terminal=is_terminal, color_system=None)
+def make_console(width: int, height: int, *, is_terminal: bool, kind: str = "xterm") -> Console:
+    options: Any = {"force_terminal": is_terminal, "color_system": None, "_environ": {"TERM": kind}}
+    return Console(file=io.StringIO(), width=width, height=height, **options)
 
 
 def finished_terminal(console: Console) -> Terminal:
@@ -84,7 +86,7 @@ def test_scoring_is_not_shown_as_generating(is_terminal: bool):
     text = shown_after_step(MEASURED, 80, is_terminal=is_terminal)
     lines = [line for line in text.splitlines() if "0.62" in line or "reward" in line]
     head, row = (re.split(r"\s*[┃│]\s*|\s{2,}", line.strip()) for line in lines)
-    shown = dict(zip(head, row if is_terminal else [row[0], "", *row[1:]], strict=True))
+    shown = dict(zip(head, row, strict=True))
     assert (shown["generate s"], shown["score s"], shown["train s"]) == ("0.10", "64.40", "67.89")
     assert shown["step"] == ("1" if is_terminal else f"1/{NUM_STEPS}")
     assert max(map(len, lines)) <= 80 or not is_terminal
@@ -141,15 +143,16 @@ def test_a_held_out_set_is_named_beside_others(sets: list[str], shown: str):
     assert f"held-out reward after step 0: {shown}\n" in console.file.getvalue()
 
 
-def test_a_file_gets_a_line_for_each_step():
-    console = make_console(40, 10, is_terminal=False)
-    finished_terminal(console)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_file_and_a_terminal_without_cursor_get_a_line_for_each_step(is_terminal: bool):
+    console = make_console(40, 10, is_terminal=is_terminal, kind="dumb")
+    assert not finished_terminal(console).shows_samples
     head, *lines = console.file.getvalue().splitlines()
     assert head.split()[-6:] == ["generate", "s", "train", "s", "publish", "s"]
     steps = [line for line in lines if not line.startswith("held-out")]
     assert "held-out reward after step 10: easy 1.000, hard 0.250" in lines
     assert len(steps) == NUM_STEPS and len(lines) == NUM_STEPS + 3
-    assert {len(line) for line in (head, *steps)} == {len(head)}
+    assert {len(line) for line in (head, *steps)} == {len(head)} and len(head) <= 110
     assert all({*line.split()[1:]} == NUMBERS for line in steps)
 
 
