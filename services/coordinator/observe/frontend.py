@@ -135,7 +135,8 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     if outcome.other_scorers:
         what = f"These columns cannot be compared, they were scored differently: {outcome.other_scorers}."
         console.print(what, style="bold", soft_wrap=True)
-    shown_files = {name: what for name, what in files.items() if outcome.export_path or name != "model/"}
+    is_there = {"model/": outcome.export_path, "evaluations/": outcome.evaluations}
+    shown_files = {name: what for name, what in files.items() if is_there.get(name, True)}
     if outcome.best:
         shown_files[f"checkpoints/step-{outcome.best['version']:06d}"] = "the best checkpoint, by checkpoint.keep_best"
     done = f"{counted(outcome.version, 'step')} done."

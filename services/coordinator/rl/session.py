@@ -32,7 +32,8 @@ from services.coordinator.text.tokenizer import Tokenizer, check_words
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",
-    "batches/, evaluations/": "every sample with tokens, rewards and policy stamp, as Parquet",
+    "batches/": "every sample with tokens, rewards and policy stamp, as Parquet",
+    "evaluations/": "the same of the held-out sets",
     "ledger.sqlite, logs/": "every decision with hashes of its inputs; the log of each service",
     "model/": "the trained model, for transformers or vLLM",
 }

@@ -39,6 +39,14 @@ def test_names_are_shown_as_they_are() -> None:
     assert "Files in runs/[a]:" in shown and "are in runs/[a]\n" in shown and "fix: [/b]" in shown
 
 
+def test_only_what_the_run_has_written_is_named() -> None:
+    for evaluations in ([], [{"version": 1, "eval/test/reward": 0.5}]):
+        output = io.StringIO()
+        show_outcome(Outcome(Path("runs/run"), 1, 1, evaluations, None), literal_console(file=output, width=80))
+        assert ("  evaluations/" in output.getvalue()) is bool(evaluations)
+        assert "  batches/" in output.getvalue() and "model/" not in output.getvalue()
+
+
 def test_the_best_checkpoint_is_named() -> None:
     output = io.StringIO()
     outcome = Outcome(Path("runs/run"), 9, 9, [], None, {"version": 6, "eval/test/reward": 0.5})
