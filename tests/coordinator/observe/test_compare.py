@@ -33,7 +33,7 @@ def change_config(run_dir: Path, change: Callable[[JsonObject], object]) -> None
 def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
     other = shutil.copytree(run_dir, tmp_path / "other")
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()[:-1]]
-    rows = [{**row, "time/step_s": 8.0} if "time/step_s" in row else row for row in rows]
+    rows = [{**row, "time/step_s": 8192.5} if "time/step_s" in row else row for row in rows]
     (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     change_config(other, lambda config: (config.update(name="other"), config["trainer"]["optim"].update(lr=0.125)))
     before = files(run_dir)
@@ -45,7 +45,8 @@ def test_runs_are_compared_in_a_table(run_dir: Path, tmp_path: Path):
     assert shown["steps"] == ["3 of 3", "2 of 3", "2 of 3"]
     assert [shown["trainer.optim.lr"][index] for index in (1, 2)] == ["0.125", "0.125"]
     assert not {"name", "runs_dir"} & shown.keys()
-    assert shown["median step s"] == ["4", "8", "8"]
+    assert shown["median step s"] == ["4", "8,192", "8,192"]
+    assert shown["median tokens/s"] == ["200,000", "150,000", "150,000"]
     assert shown["reward"][0].endswith("0.51 → 0.53") and shown["reward"][1].endswith("0.51 → 0.52")
     assert "█" in shown["reward"][0] and "█" not in shown["reward"][1]  # the axes are common
     assert shown["last test/reward"] == ["0.25 (step 0)"] * 3

@@ -195,15 +195,20 @@ def _drawn(series: Sequence[_Series]) -> list[str]:
             place = min(int(step / (last or 1) * _CURVE_CHARS), _CURVE_CHARS - 1)
             height = (value - low) / (high - low) if high > low else 0.0
             bars[place] = _BARS[round(height * (len(_BARS) - 1))] if math.isfinite(value) else "×"
-        drawn.append(f"{''.join(bars)} {one[0][1]:.3g} → {one[-1][1]:.3g}" if one else "")
+        drawn.append(f"{''.join(bars)} {_rounded(one[0][1], 3)} → {_rounded(one[-1][1], 3)}" if one else "")
     return drawn
+
+
+def _rounded(value: float, digits: int) -> str:
+    """Returns at least `digits` significant digits; a large number without an exponent, which would be hard to read."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
     last = {metric: [run.series(metric)[-1:] for run in runs] for metric in _held_out_metrics(runs)}
     return {
         f"last {_without_prefix(metric)}": [
-            "".join(f"{value:.4g} (step {step})" for step, value in points) for points in of_runs
+            "".join(f"{_rounded(value, 4)} (step {step})" for step, value in points) for points in of_runs
         ]
         for metric, of_runs in last.items()
     }
@@ -212,7 +217,7 @@ def _last_held_out(runs: Sequence[_Compared]) -> _Rows:
 def _times(runs: Sequence[_Compared]) -> _Rows:
     columns = {name: [[value for _, value in run.series(metric)] for run in runs] for name, metric in _TIMES.items()}
     return {
-        f"median {name}": [f"{median(values):.4g}" if values else "" for values in of_runs]
+        f"median {name}": [_rounded(median(values), 4) if values else "" for values in of_runs]
         for name, of_runs in columns.items()
         if any(of_runs)
     }
