@@ -53,6 +53,7 @@ def is_replaced(path: str, before: Mapping[str, object], value: object, open_pat
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_SHOWN = 200  # characters of a wrong value in an error
+_NAME_OF_ENTRY = "[key]"  # pydantic's last part of a place, if the key before it is wrong and not its value
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ def _explain(model: type[BaseModel], error: ValidationError, tree: object, origi
 
 def _path(loc: Sequence[int | str], tree: object) -> str:
     """Returns a place in the tree as the user writes it: without the kinds, by which pydantic names parts of unions."""
+    loc = loc[:-2] if loc[-1:] == (_NAME_OF_ENTRY,) else loc
     parts, here, is_known = list[str](), tree, False
     for part, following in zip(loc, (*loc[1:], None), strict=False):
         value = _part(here, part)
@@ -280,7 +282,8 @@ def _explain_one(model: type[BaseModel], path: str, detail: ErrorDetails, origin
         return f"{path}: required and not set"
     if detail["type"] == "value_error":
         return f"{path}: {message}{where}" if path else f"{message}{where}"
-    return f"{path}: {in_words(detail)}{where}"
+    what = "a name " if detail["loc"][-1:] == (_NAME_OF_ENTRY,) else ""
+    return f"{path}: {what}{in_words(detail)}{where}"
 
 
 def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:

@@ -220,7 +220,8 @@ def in_words(detail: ErrorDetails) -> str:
     """Returns what the value must be, and what it is."""
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     if kind == "string_type" and isinstance(value, int | float | date):  # a truth value is an int
-        what = "a truth value" if isinstance(value, bool) else "a date" if isinstance(value, date) else "a number"
+        of_bool = f"a truth value, as YAML reads {'yes, on' if value else 'no, off'} and {str(value).lower()}"
+        what = of_bool if isinstance(value, bool) else "a date" if isinstance(value, date) else "a number"
         return f"must be text, and {value} is {what}: put it into quotes, on the command line as '\"...\"'"
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}, not {'null' if value is None else repr(value)}"

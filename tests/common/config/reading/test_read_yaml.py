@@ -87,3 +87,10 @@ def test_a_date_that_does_not_exist_is_an_error_of_the_file(tmp_path):
 def test_half_of_a_character_is_refused(file: str) -> None:
     with pytest.raises(InvalidInput, match=r"'a\\ud83d' has half of a character: write the character itself"):
         load(Config, [file, r'data.system_prompt="a\ud83d"'])
+
+
+def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
+    told = (
+        "data.eval: a name must be text, and True is a truth value, as YAML reads yes, on and true: put it into quotes"
+    )
+    assert told in refused(file, "data.eval={on: a.parquet}")
