@@ -25,7 +25,7 @@ def read_run(directory: Path) -> pb.Run | None:
     try:
         run.version = _newest_step(directory / METRICS)
         with closing(LedgerReader(directory)) as ledger:
-            opened, failure = ledger.last(Kind.OPENED), ledger.failure()
+            opened, failure = ledger.opening_shown(), ledger.failure()
             is_early = ledger.last(Kind.STOPPED, run.version) is not None  # early stopping ended the session
     except LockstepError as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"

@@ -77,6 +77,10 @@ class LedgerReader(Ledger):
         """Returns the opening of the last session that began, which wrote config.json; None if none did."""
         return self._opening_before("MAX(seq)", "kind = ?2", Kind.BEGUN.value)
 
+    def opening_shown(self) -> Decision | None:
+        """Returns the opening whose config the run has: of the last session that began, or the last one if none did."""
+        return self.opening_that_began() or self.last(Kind.OPENED)
+
     def first_opening(self) -> Decision:
         """Returns the opening of the session that published the run's first weights; there must be one."""
         opened = self._opening_before("MIN(seq)", "kind = ?2", Kind.PUBLISHED.value)

@@ -1,6 +1,7 @@
 """Tests that the report of a run that went back to a checkpoint leaves out the steps after it."""
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.coordinator.observe.report import samples
+from services.coordinator.daemon.history import read_run
+from services.coordinator.observe.report import samples, summary
 from services.coordinator.observe.report.page import gather
 from services.coordinator.runs import ledger as of_ledger
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
@@ -97,3 +99,17 @@ def test_which_files_are_of_the_run(
         found = samples.of_run(samples.sources(tmp_path), ledger)
     assert [source.step for source in found if not source.held_out] == steps
     assert [source.step for source in found if source.held_out] == evaluated
+
+
+def test_a_session_that_did_not_begin_changes_no_config(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / LEDGER)) as ledger:
+        for num_steps in (4, 8):
+            config = make_config(num_steps=num_steps).model_dump_json()
+            ledger.record(Kind.OPENED, run_id="r", config=config, checkpoint="")
+            if num_steps == 4:
+                ledger.record(Kind.BEGUN, 0)
+    with closing(LedgerReader(tmp_path)) as ledger:
+        shown = summary.head(tmp_path, ledger, [{"step": 4}])
+    assert (dict(shown["facts"])["steps"], json.loads(shown["config"])["num_steps"]) == ("4 of 4", 4)
+    run = read_run(tmp_path)
+    assert run and run.num_steps == 4

@@ -65,7 +65,7 @@ def of_run(found: Sequence[Source], ledger: LedgerReader) -> list[Source]:
 
     The others are of steps after a checkpoint to which the run went back, unless it has come to them again.
     """
-    finished, opened = ledger.last_finished(), ledger.last(Kind.OPENED)
+    finished, opened = ledger.last_finished(), ledger.opening_shown()
     if finished is None or opened is None:
         return [*found]
     num_steps = json.loads(opened["config"])["num_steps"]

@@ -28,7 +28,7 @@ from services.coordinator.runs.resume import differences, value_of
 
 def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject:
     """Returns the `name`, `state` and `config` of a run, and `facts` of label and value."""
-    opened = ledger.last(Kind.OPENED)
+    opened = ledger.opening_shown()
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
     config = json.loads(opened["config"])
