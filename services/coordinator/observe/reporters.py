@@ -148,6 +148,12 @@ def files(run: Run[AnyConfig], version: int) -> list[Reporter]:
     return [metrics, TensorBoard(directory / "tensorboard", version)]
 
 
+_OF_STEP = (
+    ("step_seconds", "time/step_s", "Duration of the last finished step."),
+    ("reward_mean", "reward/mean", "Mean reward of the last batch."),
+)
+
+
 class Prometheus(Reporter):
     """Serves `metrics` for the duration of the run."""
 
@@ -161,10 +167,8 @@ class Prometheus(Reporter):
         }
         Info("run", "Id of the run.", **in_registry).info({"run_id": run_id})
         self._step = Gauge("step", "Finished steps.", **in_registry)
-        self._step_seconds = Gauge("step_seconds", "Duration of the last finished step.", **in_registry)
         phases = "Duration of each phase of the loop: generating, training, publishing, ..."
         self._phase_seconds = Histogram("phase_seconds", phases, ["phase"], buckets=SECONDS, **in_registry)
-        self._reward = Gauge("reward_mean", "Mean reward of the last batch.", **in_registry)
         self._tokens = Counter(
             "batch_tokens_total", "Tokens of all batches trained on, with those of environments.", **in_registry
         )
@@ -180,6 +184,9 @@ class Prometheus(Reporter):
         yield GaugeMetricFamily("lockstep_coordinator_dead_replicas", what, num_dead)
         what = "Prompt groups sent to another replica after one did not finish them."
         yield CounterMetricFamily("lockstep_coordinator_redispatched_groups_total", what, num_redispatched)
+        for name, number, what in _OF_STEP:
+            if number in self._of_step:  # not before the first step of a session; an SFT run has no reward
+                yield GaugeMetricFamily(f"lockstep_coordinator_{name}", what, self._of_step[number])
         what = "Every metric of the last step and evaluation, by its name in metrics.jsonl."
         numbers = GaugeMetricFamily("lockstep_coordinator_number", what, labels=["name"])
         for name, value in {**self._of_step, **self._of_evaluation}.items():
@@ -189,15 +196,15 @@ class Prometheus(Reporter):
     def watch(self, rollout: ReplicaCounts) -> None:
         self._rollout = rollout
 
+    def begin_phase(self, name: str, version: int) -> None:
+        self._step.set(version)  # also where a session resumes
+
     def end_phase(self, name: str, seconds: float) -> None:
         self._phase_seconds.labels(name).observe(seconds)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
         self._step.set(version)
-        self._step_seconds.set(metrics["time/step_s"])
         self._tokens.inc(metrics["batch/tokens"])
-        if "reward/mean" in metrics:  # an SFT run has none
-            self._reward.set(metrics["reward/mean"])
         self._of_step = metrics
 
     def evaluation(self, version: int, metrics: dict[str, float]) -> None:

@@ -170,6 +170,12 @@ async def test_prometheus_reads_how_a_run_goes(tmp_path: Path) -> None:
     assert "eval/test/failed" not in str(metrics)  # only the evaluation before had a sample without a score
     assert value(metrics, "lockstep_coordinator_dead_replicas") == 1
     assert value(metrics, "lockstep_coordinator_redispatched_groups_total") == 3
+    with opened(tmp_path, metrics_address=page) as run:  # the next session
+        run.version = 2
+        with run.phase(Phase.GENERATING):
+            metrics = await asyncio.to_thread(scrape, page)
+    assert value(metrics, "lockstep_coordinator_step") == 2
+    assert "reward_mean" not in str(metrics) and "step_seconds" not in str(metrics)  # it has no step yet
 
 
 @pytest.mark.parametrize(
