@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib.metadata import version
@@ -273,8 +273,18 @@ def span(name: str, **arguments: object) -> AbstractContextManager[Span]:
 
 def join(paths: list[Path], to: Path) -> None:
     """Writes the spans of the files `paths` to the file `to`, as one JSON array."""
-    lines = [line.rstrip(",") for path in paths for line in path.read_text().splitlines()]
-    to.write_text("[\n" + ",\n".join(filter(_is_event, lines)) + "\n]\n")
+    with to.open("w", encoding="utf-8") as joined:
+        joined.write("[\n")
+        for number, event in enumerate(_events(paths)):
+            joined.write(f",\n{event}" if number else event)
+        joined.write("\n]\n")
+
+
+def _events(paths: list[Path]) -> Iterator[str]:
+    """Yields one event after the other: those of a long run do not fit into memory."""
+    for path in paths:
+        with path.open(encoding="utf-8") as lines:
+            yield from filter(_is_event, (line.rstrip(",\n") for line in lines))
 
 
 def _is_event(line: str) -> bool:

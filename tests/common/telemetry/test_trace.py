@@ -1,6 +1,7 @@
 """Spans in the Trace Event Format."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_a_line_that_a_full_disk_cut_is_left_out(tmp_path: Path) -> None:
     join([path], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())
     assert [event["name"] for event in events if event["ph"] != "M"] == ["lost", "kept", "kept"]  # each begins and ends
+
+
+def test_a_long_trace_is_joined_without_being_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[\n" + '{"ph": "b", "name": "x"},\n' * 50_000)
+    tracemalloc.start()
+    join([path, path], tmp_path / "trace.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20 < path.stat().st_size
+    assert len(json.loads((tmp_path / "trace.json").read_text())) == 100_000
 
 
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
