@@ -51,6 +51,7 @@ class TerminalFrontend:
 
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
+        logging.getLogger(__name__).info(line)  # the terminal may be gone when it is needed
 
     def begin(self, run: Run, version: int) -> Reporter:
         stop_on_signal(run, self.console)

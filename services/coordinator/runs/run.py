@@ -226,6 +226,8 @@ class Run(Generic[ConfigT]):
     def record_failure(self, error: Exception) -> None:
         """Records the error that ends this session. If the ledger does not take it soon, only the log has it."""
         self.ending, (reason, message) = Ending.FAILED, described(error)
+        # Only for its log: the caller shows it.
+        log.info("failed: %s: %s", reason, message, exc_info=None if isinstance(error, LockstepError) else error)
         self.record.ledger.set_patience(_FAILURE_PATIENCE_S)
         try:
             self.record.ledger.record(Kind.FAILED, self.version, reason=reason, message=message)
@@ -254,6 +256,8 @@ class Run(Generic[ConfigT]):
     def _close_reporters(self) -> None:
         is_cut = self.stopping and self.version < self.num_steps
         ending = self.ending or (Ending.INTERRUPTED if is_cut else Ending.FINISHED)
+        if self.has_begun:
+            log.info("session %s after step %d of %d", ending.value, self.version, self.num_steps)
         self.reporters.tell(lambda reporter: reporter.note_ending(ending))
         self.reporters.tell(lambda reporter: reporter.close())
 

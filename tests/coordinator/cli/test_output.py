@@ -105,6 +105,9 @@ async def test_the_last_line_has_the_reason_and_the_report_says_failed(tmp_path:
     assert (await (await Run.start(tmp_path, fakes)).end())[0] == 0
     page = gather(run.run_dir)
     assert page["state"] == "done" and "error" not in dict(page["facts"])
+    logged = (run.run_dir / "logs" / "coordinator.log").read_text()
+    failed = ("training from", "failed: LOGPROB_DIFF: too far apart", "session failed after step 0")
+    assert [text for text in (*failed, f"session finished after step {NUM_STEPS}") if text not in logged] == []
 
 
 async def test_only_the_owner_can_read_a_run(tmp_path: Path, fakes: Fakes):
