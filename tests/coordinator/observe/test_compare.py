@@ -75,6 +75,15 @@ def test_values_that_differ_are_shown_as_far_as_they_do(run_dir: Path, tmp_path:
     assert all(f"{pattern}{other.name}" in console.file.getvalue() for other in others)
 
 
+def test_a_long_error_does_not_fill_the_table(run_dir: Path, tmp_path: Path):
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    with closing(Ledger(other / LEDGER)) as ledger:
+        ledger.record(Kind.FAILED, 3, reason="LOGPROB_DIFF", message="too far " * 30)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    show_comparison([run_dir, other], console)
+    assert "LOGPROB_DIFF: too far too far too far t…" in console.file.getvalue()
+
+
 def test_a_comparison_with_no_run_says_so(run_dir: Path, tmp_path: Path):
     with raises(NotFound, field="run_dir"):
         show_comparison([run_dir, tmp_path], Console(file=io.StringIO()))
