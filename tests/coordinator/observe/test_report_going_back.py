@@ -113,3 +113,14 @@ def test_a_session_that_did_not_begin_changes_no_config(tmp_path: Path) -> None:
     assert (dict(shown["facts"])["steps"], json.loads(shown["config"])["num_steps"]) == ("4 of 4", 4)
     run = read_run(tmp_path)
     assert run and run.num_steps == 4
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter((10_000.0, 10_060.0, 9_000.0, 2_000.0, 2_030.0))
+    monkeypatch.setattr(of_ledger, "time", SimpleNamespace(time=lambda: next(times_s)))
+    opened = {"run_id": "r", "config": make_config(num_steps=4).model_dump_json(), "checkpoint": ""}
+    with closing(Ledger(tmp_path / LEDGER)) as ledger:
+        for kind in (Kind.OPENED, Kind.BEGUN, Kind.EPOCH, Kind.OPENED, Kind.BEGUN):
+            ledger.record(kind, 0, **(opened if kind is Kind.OPENED else {}))
+    with closing(LedgerReader(tmp_path)) as ledger:
+        assert dict(summary.head(tmp_path, ledger, [])["facts"])["duration"] == "0 min 30 s in 2 sessions"

@@ -77,7 +77,7 @@ def _sessions(ledger: LedgerReader) -> list[tuple[float, float]]:
     sessions: list[tuple[float, float]] = []
     for time_s, kind in ledger.times():
         begin = time_s if kind == Kind.OPENED or not sessions else sessions.pop()[0]
-        sessions.append((begin, time_s))
+        sessions.append((begin, max(begin, time_s)))  # the clock may have been set back
     return sessions
 
 
