@@ -59,7 +59,7 @@ async def test_a_group_with_right_wrong_and_endless_samples(client):
         response = await score(client, "5", r"\boxed{4}", HANG, r"\boxed{5}")
         if not any(s.HasField("failure") for s in response.scores):
             break
-    assert re.fullmatch(r"math 8/math-verify-[0-9.]+ x 1 \+ exact 2 x 0\.5", opened.scorer)
+    assert re.fullmatch(r"math 9/math-verify-[0-9.]+ x 1 \+ exact 2 x 0\.5", opened.scorer)
     assert response.scorer == opened.scorer
     right, wrong, endless, boxed = response.scores
     assert [s.reward for s in (right, wrong, boxed)] == [1.5, 0.0, 1.0]
@@ -89,7 +89,7 @@ async def test_state_follows_the_run(client):
     assert (await open_run(client, exact)).scorer == (await open_run(client, exact)).scorer == "exact 2 x 1"
     during = await info()
     assert (during.state, during.run_id, during.incarnation) == ("open", "r", before.incarnation)
-    assert (await open_run(client, gsm8k)).scorer == "gsm8k 7 x 1"
+    assert (await open_run(client, gsm8k)).scorer == "gsm8k 8 x 1"
     assert (await info()).config_digest != during.config_digest
     assert (await open_run(client, exact, "other")).scorer == "exact 2 x 1"
     await client.call(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 from services.reward.graders.texts import normalize, with_fractions
@@ -41,6 +42,9 @@ def _improper(found: re.Match[str]) -> str:
     return f"\\frac{{{whole * below + above}}}{{{below}}}\\%"
 
 
+_LETTER = r"\\(?:pi|phi|theta|alpha|beta|gamma|lambda|mu|omega)(?![A-Za-z])"
+_BRACED = r"\{(?:[^{}]|\{[^{}]*\})*+\}"
+_ARGUMENT = rf"\s*(?:{_BRACED}|[0-9A-Za-z])"
 _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
@@ -59,6 +63,11 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\(?:text)?color\s*\{[^{}]*\}"), " "),
     (re.compile(r"\\mathrm\s*\{([ie])\}"), r" \1"),
+    # The parser reads 2^\frac{1}{3} as 1/3, and \frac\pi2 and \sqrt\pi not at all.
+    (re.compile(rf"(\\[dt]?frac)\s*({_LETTER})"), r"\1{\2}"),
+    (re.compile(rf"(\\[dt]?frac\s*(?:{_BRACED}|[0-9]))\s*({_LETTER}|(?<=\}})[A-Za-z])"), r"\1{\2}"),
+    (re.compile(rf"(\^|\\sqrt(?:\[[^\[\]]*\])?)\s*({_LETTER}|\\[dt]?frac{_ARGUMENT}{_ARGUMENT})"), r"\1{\2}"),
+    (re.compile(r"(\\sqrt\[[^\[\]]*\])\s*([0-9A-Za-z])"), r"\1{\2}"),
     (re.compile(r"\\lg(?![A-Za-z])"), r"\\log_{10}"),
     (re.compile(r"\\log_(?:\s*e(?![A-Za-z])|\{\s*e\s*\})"), r"\\ln "),
     (re.compile(r"\\langle(?![A-Za-z])"), "("),
@@ -113,19 +122,29 @@ _SYMBOLS = r"infinity|alpha|beta|gamma|delta|epsilon|zeta|theta|lambda|sigma|ome
 _ANYWHERE = f"and|or|below|minus|negative|plus|zero|one|{'|'.join(_WORDS)}"
 _COUNTED = re.compile(
     rf"({_AMOUNT}|\([0-9]+\+[0-9]+/[0-9]+\))\s+(?!.*\b(?:{_ANYWHERE})\b)(?!(?:{_MULTIPLES}|{_OPERATIONS}|{_SYMBOLS})\b)"
-    r"(?:[a-z]{4,}|in|oz|ml|cup)(?:\s(?:a|[a-z]{2,})){0,4}",
+    r"(?:(?:[a-z]{4,}|in|oz|ml|cup|usd|eur)(?:[\s/](?:a|[a-z]{2,})){0,4}"
+    r"|(?:[ckm]?m|ft|mi)\s?/\s?(?:s|sec|second|h|hr|hour|min|minute)"
+    r"|(?:[ckm]m|ft|in|yd|mi|units?)\s?\^(?:[23]|\{[23]\}))",
     re.IGNORECASE,
 )
 """Matches an amount with words behind it, such as 18 dollars a day, if none of them changes it."""
 
 
+_SCALES = {"hundred": 2, "thousand": 3, "lakh": 5, "million": 6, "crore": 7, "billion": 9, "trillion": 12}
+_SCALED = re.compile(rf"(?:\\?\$)?([0-9][0-9,]{{0,30}}(?:\.[0-9]{{1,30}})?)\s+({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
+
+
 def without_units(text: str) -> str:
     """Returns several amounts, such as 2\\text{ hours }30\\text{ minutes}, as their numbers, and one with plain words,
-    such as 18 dollars, as its number; all other text as it is.
+    such as 18 dollars or 5 million, as its number; all other text as it is.
 
     The parser drops everything from the first unit to the last. Amounts of different units have an order: (2, 30).
     """
-    if counted := _COUNTED.fullmatch(_WRAPPED.sub(r"\1", text).strip()):
+    plain = _WRAPPED.sub(r"\1", text).strip()
+    if scaled := _SCALED.match(plain):
+        value = Decimal(scaled[1].replace(",", "")).scaleb(_SCALES[scaled[2].lower()])
+        plain = text = f"{value:f}{plain[scaled.end() :]}"
+    if counted := _COUNTED.fullmatch(plain):
         return counted[1]
     words = [found[1].lower() for found in _UNIT.finditer(text)]
     if not _AMOUNTS.fullmatch(text.strip()) or any(map(_RELATES.search, words)):

@@ -157,7 +157,12 @@ _ANYWHERE = (LatexExtractionConfig(), ExprExtractionConfig())
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NO_ANSWER = re.compile(r"(?:[\s.…]|\\[lc]?dots)*|\s*(?:\\text\{)?(?:your |final )?answer\}?\s*", re.IGNORECASE)
 _CHOICE = re.compile(r"\s*(?:\\(?:text|textbf|mathrm|mathbf)\s*\{)?\s*\(?[A-J]\)?\s*\}?\s*")
-_WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}|\$|\\[\[(]|\A\s*=")  # what is no formula as a whole
+# The letter of a choice, such as in "The answer is (B).", if no other one stands beside it.
+_SAID = re.compile(
+    r"\b(?i:answer|(?:correct|right|best)\s(?:option|choice))\b(?i:\s+is)?(?:[:\s$(*]|\\(?:text|textbf|mathrm|mathbf)\s*\{)*"
+    r"([A-J])(?!\)?[\s,/&]*(?:or\b|and\b|[,/&])\s*\(?[A-J]\b)(?=[\s.,;:)}$*]*(?:\n|\Z)|[.:,;)]+\s)"
+)
+_WORDS = re.compile(r"(?<![A-Za-z\\])(?!(?:and|or)\b)[A-Za-z]{2,}|\$|\\[\[(]|\A\s*=")  # what is no formula as a whole
 _END_MARK = re.compile(r"(?<=[\w)}\]%!])[.,;](?=\}?\Z)")  # of the sentence that the answer ends
 _NAME = re.compile(r"[A-Za-z]\s*=")
 _BOLD = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)(?<=\S)\*\*(?![\w*])")
@@ -187,9 +192,11 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
             return 0.0
         completion = _BOLD.sub(r"\1", completion)
         if (tagged := last_tagged(completion)) is not None:
-            if _WORDS.search(tagged) is None:
+            if choice(tagged) or _WORDS.search(tagged) is None:
                 return float(_is_answer(text, gold, tagged))
             completion = tagged
+        if _CHOICE.fullmatch(text) and (letters := _SAID.findall(completion)):
+            return float(_is_answer(text, gold, letters[-1]))
         predicted = _parse_end(completion)
         texts = [value for value in predicted if isinstance(value, str)]
         same = compare_texts(text, texts[-1]) if texts else None

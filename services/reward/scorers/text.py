@@ -66,14 +66,17 @@ class FormatScorer(WorkerScorer):
 
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5). What the first lines match is no
-# number of its own: an exponent, an index, a name such as CO2, a unit such as m2, or month and day of a date. R42,
-# P42 and RM42 are money.
+# number of its own: an exponent, an index, a name such as CO2, a unit such as m2, month and day of a date, or a time
+# but for a full hour. R42, P42 and RM42 are money, and 1,80,000 is grouped as in India.
 _NUMBER = re.compile(
     r"(?:(?:\^|(?<=[A-Za-z0-9)}])_(?!\d+_))\{?[-+−]?|(?<![A-Za-z0-9])(?!(?:R|P|RM)[0-9])[A-Z]{1,2}"
     r"|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9]+(?:\.[0-9]+)?|(?:[0-9]{1,4}/){2}(?=[0-9])"
+    r"|(?<![0-9:])[0-9]{1,2}:(?!00)[0-5][0-9](?![0-9])"
     r"|(?P<sign>(?<![\w)])[-−])?\\?\$?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"
-    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|/(?!(?:19|20)[0-9]{2}\b)(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
+    r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])"
+    r"|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"
+    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|:00(?![0-9])"
+    r"|/(?!(?:19|20)[0-9]{2}\b)(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
 )
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
@@ -107,7 +110,7 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "7"
+    version = "8"
 
     def __init__(self, config: Gsm8kConfig, reward: RewardConfig):
         self._require_marker = config.require_marker
@@ -172,7 +175,7 @@ class MathScorer(WorkerScorer):
     An answer such as 9^{9^9}, on which sympy does not end or takes all memory, is wrong.
     """
 
-    version = f"8/math-verify-{version('math-verify')}"
+    version = f"9/math-verify-{version('math-verify')}"
     num_spares, num_tries = 1, 1  # score_group tries again
 
     def __init__(self, config: MathConfig, reward: RewardConfig):

@@ -167,6 +167,14 @@ RIGHT = [
     ("250", r"\boxed{250 mL}"),
     ("10^-3", r"\boxed{0.001}"),
     ("3", r"\boxed{\boldsymbol{3}}"),
+    ("5 million", r"\boxed{\$5,000,000}"),
+    ("500", r"\boxed{5\text{ hundred} dollars/hour}"),
+    ("18", r"\boxed{18 km/h}"),
+    ("18", r"\boxed{18 ft^2}"),
+    (r"\sqrt{\frac{\pi}{2}}", r"\boxed{\sqrt\frac\pi2}"),
+    (r"\sqrt[3]{2}", r"\boxed{2^\frac13}"),
+    ("1, 2", "<answer>x = 1 or x = 2</answer>"),
+    ("B", "The answer is A? No. Answer: (B) Paris"),
 ]
 
 WRONG = [
@@ -262,6 +270,10 @@ WRONG = [
     ("2", r"\boxed{2 cosx}"),
     ("5 xyz", r"\boxed{5}"),
     (r"x\ne0", r"\boxed{x\ne1}"),
+    ("5", r"\boxed{5\text{ million}}"),
+    (r"\frac{1}{3}", r"\boxed{2^\frac{1}{3}}"),
+    ("B", "The answer is (B) or (C)."),
+    ("A", "The answer is A triangle."),
 ]
 
 
