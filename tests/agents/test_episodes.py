@@ -242,9 +242,9 @@ async def test_an_answer_that_is_delivered_late_ends_no_later_call():
 
     line, request, key = Line(ask, "key", 64), Request({}), ("/v1/chat/completions", "body")
     first, retried = await asyncio.gather(line.answer(request, key), line.answer(request, key))
-    line.delivered(key, first)
+    line.delivered(first)
     second = await line.answer(request, key)
-    line.delivered(key, retried)
+    line.delivered(retried)
     assert await line.answer(request, key) is second and asked == [0, 1]
 
 

@@ -211,6 +211,32 @@ async def test_backpressure_is_waited_for_and_then_answered(monkeypatch: pytest.
             assert count.statuses[200] == 2 and set(count.statuses) == {200, 429}
 
 
+async def test_equal_requests_at_once_are_calls_of_their_own_unless_one_is_repeated():
+    asked, waiting = list[int](), asyncio.Event()
+
+    async def ask(call: AgentCall) -> CallAnswer:
+        asked.append(call.number)
+        await waiting.wait()
+        return await says({"content": "hi"})(call)
+
+    async with both(ask) as (calls, line):
+        for call, _ in calls:
+            asked.clear()
+            waiting.clear()
+            line.num_retries = 0
+            left, stays = (asyncio.create_task(call("x")) for _ in range(2))
+            while len(asked) < 2:
+                await asyncio.sleep(0.01)
+            left.cancel()  # as a time limit above the client does
+            while all(one.is_open() for one in line._waiting):
+                await asyncio.sleep(0.01)
+            again = asyncio.create_task(call("x"))
+            while not line.num_retries:
+                await asyncio.sleep(0.01)
+            waiting.set()
+            assert len({answer.id for answer in await asyncio.gather(stays, again)}) == len(asked) == 2
+
+
 async def test_a_connection_without_a_key_is_closed_and_one_with_a_key_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_STRANGER_S", 0.5)
     async with served(says({"content": "hi"})) as (url, line):

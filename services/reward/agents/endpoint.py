@@ -16,6 +16,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
@@ -55,13 +56,29 @@ _log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_inf
 Ask = Callable[[AgentCall], Awaitable[CallAnswer]]
 Key = tuple[str, str]
 """The path of a request, and the SHA-256 of its body."""
+_RETRY_COUNT = "x-stainless-retry-count"  # which the clients of OpenAI and Anthropic send
+
+
+@dataclass
+class _Asked:
+    """A call whose answer was not fully written."""
+
+    key: Key
+    answering: asyncio.Future[CallAnswer]
+    is_open: Callable[[], bool]
+    """Says whether the connection of the last request for it is open."""
+
+    def has(self, answer: CallAnswer) -> bool:
+        done = self.answering.done() and not (self.answering.cancelled() or self.answering.exception())
+        return done and self.answering.result() is answer
 
 
 class Line:
     """The calls of one episode. `ask` sends a call and returns its answer.
 
-    A request with an equal body to an equal path is a retry as long as the earlier one's answer is not fully written.
-    Clients do not mark retries, and an agent may ask the same again on purpose once it has an answer.
+    A request with an equal body to an equal path is a retry as long as the earlier one's answer is not fully written:
+    an agent may ask the same again on purpose once it has an answer. Most clients do not mark retries. One that is
+    marked as none is a retry only of a call whose connection is gone: what is above the client repeats requests too.
     """
 
     def __init__(self, ask: Ask, key: str, max_model_len: int):
@@ -70,7 +87,7 @@ class Line:
         self.refusal = ""
         """Why the last request that could not be read was refused."""
         self._ask, self._numbers = ask, itertools.count()
-        self._waiting: dict[Key, asyncio.Future[CallAnswer]] = {}  # until an answer was written as a whole
+        self._waiting: list[_Asked] = []
         self._is_over = False
 
     @contextlib.asynccontextmanager
@@ -96,12 +113,20 @@ class Line:
         finally:
             self._num_bytes -= size
 
-    async def answer(self, asked_for: Request, key: Key) -> CallAnswer:
-        """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal."""
+    async def answer(
+        self, asked_for: Request, key: Key, is_open: Callable[[], bool] = lambda: True, *, is_first: bool = False
+    ) -> CallAnswer:
+        """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal.
+
+        `is_first` says that the client has marked the request as no retry.
+        """
         if self._is_over:
             raise _episode_over()
-        answering = self._waiting.get(key)
-        if answering:
+        equal = [asked for asked in self._waiting if asked.key == key]
+        left = [asked for asked in equal if not asked.is_open()]
+        if repeated := left or ([] if is_first else equal):
+            asked = repeated[0]
+            asked.is_open = is_open
             self.num_retries += 1
         elif len(self._waiting) >= _MAX_WAITING:
             raise Refusal(f"{_MAX_WAITING} calls of this episode are in progress", status=429)
@@ -113,30 +138,32 @@ class Line:
                 overridden=asked_for.overridden,
                 counts=asked_for.counts,
             )
-            answering = self._waiting[key] = asyncio.ensure_future(self._ask(call))
+            asked = _Asked(key, asyncio.ensure_future(self._ask(call)), is_open)
+            self._waiting.append(asked)
         try:
-            answer = await asyncio.shield(answering)
+            answer = await asyncio.shield(asked.answering)
         except asyncio.CancelledError:
-            if answering.cancelled():
+            if asked.answering.cancelled():
                 raise _episode_over() from None
             raise
         if answer.refusal:
-            self._waiting.pop(key, None)
+            self.delivered(answer)
             raise Refusal(answer.refusal, code=answer.refusal_code)
         return answer
 
-    def delivered(self, key: Key, answer: CallAnswer) -> None:
-        """Says that an answer to a request was fully written. A later call may have the same key by then."""
-        answering = self._waiting.get(key)
-        has_answer = answering and answering.done() and not (answering.cancelled() or answering.exception())
-        if answering and has_answer and answering.result() is answer:
-            del self._waiting[key]
+    def delivered(self, answer: CallAnswer) -> None:
+        """Says that an answer to a request was fully written."""
+        self._waiting = [asked for asked in self._waiting if not asked.has(answer)]
 
     def close(self) -> None:
         """Refuses all calls from now on."""
         self._is_over = True
-        for answering in self._waiting.values():
-            answering.cancel()
+        for asked in self._waiting:
+            asked.answering.cancel()
+
+
+def _is_open(request: web.BaseRequest) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
 
 
 def _episode_over() -> Refusal:
@@ -280,7 +307,8 @@ class Endpoint:
                 line.num_refused, line.refusal = line.num_refused + 1, "".join(said)
                 raise
             key = request.path, hashlib.sha256(body).hexdigest()
-            answering = asyncio.create_task(line.answer(asked_for, key))
+            is_first = request.headers.get(_RETRY_COUNT) == "0"
+            answering = asyncio.create_task(line.answer(asked_for, key, partial(_is_open, request), is_first=is_first))
             if asked_for.streams:
                 response = await self._stream(request, asked_for, answering)
             else:
@@ -288,7 +316,7 @@ class Endpoint:
                 await response.prepare(request)
                 await response.write_eof()
         if not answering.exception():
-            line.delivered(key, answering.result())
+            line.delivered(answering.result())
         return response
 
     async def _stream(
