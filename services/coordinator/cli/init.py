@@ -212,5 +212,8 @@ def _is_tests(value: object) -> bool:
         except (ValueError, RecursionError):
             return False
     if isinstance(value, list):
-        return bool(value) and all(isinstance(test, str) and "assert" in test for test in value)
+        forms = (
+            {"input", "output"} <= test.keys() if isinstance(test, dict) else "assert" in str(test) for test in value
+        )
+        return bool(value) and all(forms)
     return isinstance(value, dict) and bool(value.keys() & {"inputs", "asserts", "script"})

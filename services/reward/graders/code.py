@@ -9,6 +9,8 @@ A row's tests have one of these forms, as a JSON object or as the text of one:
         Tests a function, or a method of a class Solution, with positional arguments. The result is compared as JSON: a
         tuple equals a list, and keys are text. APPS wraps each result in a list of one element: unwrap it. As in
         LiveCodeBench, an input may also be text with one JSON argument per line; its output is then JSON text.
+    [{"input": "2 3\n", "output": "5\n"}, ...]
+        The same of LiveCodeBench and DeepCoder, whose `metadata` may have the `func_name`.
     ["assert add(2, 3) == 5", ...]   or   {"asserts": [...], "setup": "import math"}
         Tests with assert statements, each of which is one test, as in MBPP. `setup` runs before the program.
     {"script": "def check(f): ...\ncheck(add)", "setup": "..."}
@@ -151,7 +153,7 @@ def read_tests(tests: Any, *, float_tolerance: float) -> Tests:
     try:
         tests = _from_text(tests) if isinstance(tests, str) else tests
         if isinstance(tests, list):
-            tests = {"asserts": tests}
+            tests = _from_cases(tests) if tests and isinstance(tests[0], dict) else {"asserts": tests}
         tests = {key: value for key, value in tests.items() if value is not None}  # a table has all keys in all rows
         setup = tests.get("setup", "")
         if not isinstance(setup, str):
@@ -179,6 +181,17 @@ def _from_text(tests: str) -> Any:
     except json.JSONDecodeError as error:
         forms = 'code is {"script": CODE} or ["assert ...", ...]'
         raise ValueError(f"{tests!r:.80} is not JSON ({error}); {forms}") from error
+
+
+def _from_cases(cases: list[dict]) -> dict:
+    """Returns the tests that LiveCodeBench and DeepCoder have, an object for each, as inputs and outputs."""
+    if not all({"input", "output"} <= case.keys() for case in cases):
+        raise ValueError(f"each test must have input and output: {cases[0]!r:.100}")
+    names = {(case.get("metadata") or {}).get("func_name") for case in cases}
+    if len(names) > 1 or (names == {None} and any(case.get("testtype") == "functional" for case in cases)):
+        raise ValueError('tests of a function must name it: write {"inputs": ..., "outputs": ..., "fn_name": NAME}')
+    tests = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+    return {**tests, "fn_name": names.pop()}
 
 
 def _read_pairs(inputs: list, outputs: list, setup: str, tolerance: float) -> list[Test]:

@@ -204,6 +204,7 @@ def _load(module: ModuleType, *sources: str) -> None:
 def _import_program(job: dict, name: str = "program") -> ModuleType:
     sys.argv[:] = ["program.py"]
     sys.modules[name] = module = ModuleType(name)
+    module.__file__ = "/tmp/program.py"
     _load(module, job["setup"], job["program"])
     return module
 

@@ -19,7 +19,7 @@ class CodeScorer(Scorer):
     Every fault of the program counts as a failed test: no program, an exception, a timeout, or an exceeded limit.
     """
 
-    version = f"6/python-{platform.python_version()}"
+    version = f"7/python-{platform.python_version()}"
 
     def __init__(self, config: CodeConfig, reward: RewardConfig):
         self._config, self._group_timeout_s = config, reward.group_timeout_s

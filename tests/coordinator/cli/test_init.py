@@ -110,6 +110,7 @@ SCORERS = {
     r"\frac{1}{2}": "{kind: math}",
     '["assert add(2, 3) == 5"]': "{kind: code, tests_key: null}",
     '{"inputs": ["2 3"], "outputs": ["5"]}': "{kind: code, tests_key: null}",
+    '[{"input": "2 3", "output": "5"}]': "{kind: code, tests_key: null}",
 }
 
 

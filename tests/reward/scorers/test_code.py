@@ -267,6 +267,7 @@ async def test_unreadable_tests_are_a_failure_for_right_and_wrong_programs(run, 
      ({"script": "class TestAdd:\n    def setup_method(self): pass\n    def test(self): assert f() == 5"},
       "nothing runs setup_method.*call it"),
      ("def check(f): assert f(2) == 5", r'is not JSON .*; code is {"script": CODE} or'),
+     ([{"input": "1", "output": "1", "testtype": "functional"}], '"fn_name": NAME'), ([{"input": "1"}], "and output"),
      ({"script": "# to do"}, "write an assert statement"), ({"script": ""}, "write an assert statement"),
      (["assert add(1, 1) == 2", "add(2, 3) == 5"], r"nothing checks `add\(2, 3\) == 5`: write assert before it")],
 )  # fmt: skip
@@ -367,7 +368,7 @@ async def test_canceling_and_closing_leave_no_process(open_run, make_item):
 
 @sandboxed
 async def test_the_version_names_the_interpreter(run):
-    assert run.scorer == f"code 6/python-{platform.python_version()} x 1"
+    assert run.scorer == f"code 7/python-{platform.python_version()} x 1"
 
 
 async def test_programs_run_where_new_files_are_private(open_run, score) -> None:
