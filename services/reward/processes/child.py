@@ -74,6 +74,8 @@ def main() -> None:
     if start is None:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "PYTHONBREAKPOINT" not in os.environ:  # pdb would only raise BdbQuit
+        sys.breakpointhook = _refuse_breakpoint
     if limit := start["max_memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
@@ -91,6 +93,10 @@ def main() -> None:
         except BaseException as error:  # noqa: BLE001 the process edge: the user's code may raise anything
             reply = _failure(executor, replies, error, start["failed"])
         _write(replies, {"id": call["id"], **reply})
+
+
+def _refuse_breakpoint(*_: object, **__: object) -> None:
+    raise RuntimeError("breakpoint(): a worker has no terminal; call the function in a program of your own to debug it")
 
 
 async def _serve(calls: "_ConcurrentCalls", requests: TextIO) -> None:

@@ -53,6 +53,7 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
     ("name", "reason", "words"),
     [
         ("raises", FailureReason.ERROR, "KeyError: 'column'"),
+        ("stops_to_debug", FailureReason.ERROR, "a worker has no terminal"),
         ("not_a_number", FailureReason.ERROR, "finite number, not nan"),
         pytest.param("text", FailureReason.ERROR, "finite number, not '1.0'", marks=pytest.mark.long),
         pytest.param("exits", FailureReason.CRASHED, "exit code 3", marks=pytest.mark.long),
