@@ -40,6 +40,16 @@ def test_an_answer_never_runs(task: str, tmp_path: Path) -> None:
     assert tasks.score_answer(entry["answer"], entry) == 1.0
 
 
+def test_a_huge_power_is_wrong_at_once() -> None:
+    Task.prepare("countdown", {})
+    task = Task("countdown", {})
+    task.reset(1, {})
+    for answer in ("9**9**9", "9 ** (9**9)", "2**10000000000", "99999999!", "factorial(99999999)"):
+        assert task.step(f"<answer>{answer}</answer>")[1] <= 0.05
+    for formula in ("(x**2 + 1)**2 - 2**10 + 5!", "x**(-3)*y**100"):
+        assert sympy.parse_expr(formula) == sympy.sympify(formula)
+
+
 def test_lists_and_formulas_are_read() -> None:
     Task.prepare("spiral_matrix", {})
     spirals, products = (make_tasks(name, seed=1, size=1, settings={}) for name in (LISTS[2], FORMULAS[2]))
