@@ -42,6 +42,7 @@ def _improper(found: re.Match[str]) -> str:
     return f"\\frac{{{whole * below + above}}}{{{below}}}\\%"
 
 
+_BOLD = r"\\(?:mathbf|boldsymbol|bm)"
 _LETTER = r"\\(?:pi|phi|theta|alpha|beta|gamma|lambda|mu|omega)(?![A-Za-z])"
 _BRACED = r"\{(?:[^{}]|\{[^{}]*\})*+\}"
 _ARGUMENT = rf"\s*(?:{_BRACED}|[0-9A-Za-z])"
@@ -58,6 +59,12 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"(?:[€£¥₹]|\\pounds(?![A-Za-z]))\s*(?=[0-9])|(?<=[0-9])\s*[€£¥₹]"), ""),
     (re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*"), ""),
     (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
+    # The parser takes bold letters as units, and drops everything from the first to the last.
+    (re.compile(rf"\\(?:hat|vec)\s*\{{\s*({_BOLD}\s*\{{[a-z]\}})\s*\}}"), r"\1"),
+    (
+        re.compile(rf"(?:{_BOLD}|\\(?:hat|vec))(?:\s*\{{\s*\\?([a-z])(?:math)?\s*\}}|\s+([a-z])(?![A-Za-z]))"),
+        r"\\vec{\1\2}",
+    ),
     (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|boldsymbol|bm)(?![A-Za-z])"), " "),
     (re.compile(r"\^\s*-\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z])"), r"^{-\1}"),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
@@ -188,6 +195,15 @@ def words(text: str) -> str:
     """Returns what a text with words says, such as \\text{July 4}, in one form; empty if it is a formula."""
     plain = _WRAPPED.sub(r"\1", text)
     return "" if re.search(r"[\\^_{}]", plain) else normalize(plain)
+
+
+_WORD = re.compile(r"[A-Z]{3,}|[A-Za-z]{4,}")
+
+
+def same_words(one: str, other: str) -> bool | None:
+    """Returns whether two words, such as CAB, are the same; None if one may be a product of letters, such as xyz."""
+    plain = [_WRAPPED.sub(r"\1", text).strip() for text in (one, other)]
+    return plain[0].casefold() == plain[1].casefold() if all(map(_WORD.fullmatch, plain)) else None
 
 
 def time_of_day(text: str) -> tuple[int, int, str] | None:

@@ -23,6 +23,7 @@ from services.reward.graders.latex import (
     named,
     ratio,
     same_time,
+    same_words,
     time_of_day,
     without_units,
     words,
@@ -59,6 +60,8 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
         return True
     if _DATE.fullmatch(gold):
         return False
+    if (same := same_words(gold, predicted)) is not None:
+        return same
     if _is_time(gold):
         return same_time(gold, predicted)
     bases = _SUBSCRIPT.fullmatch(gold), _SUBSCRIPT.fullmatch(predicted)
@@ -280,7 +283,7 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
-    if _DATE.fullmatch(text) or _is_time(text):
+    if _DATE.fullmatch(text) or _is_time(text) or same_words(text, text):
         return text, parsed
     try:
         if not expressions or not _equal(expressions, expressions):
@@ -311,7 +314,7 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
             return not _are_far(gold, predicted)
         pairs = [unify(mine, theirs) for mine in gold for theirs in predicted]
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
-    except (RecursionError, OverflowError):
+    except (RecursionError, OverflowError, ValueError):  # the last one from zip() for lists of different lengths
         return False
 
 

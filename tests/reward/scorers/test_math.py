@@ -175,6 +175,8 @@ RIGHT = [
     (r"\sqrt[3]{2}", r"\boxed{2^\frac13}"),
     ("1, 2", "<answer>x = 1 or x = 2</answer>"),
     ("B", "The answer is A? No. Answer: (B) Paris"),
+    ("north", r"\boxed{\text{North}}"),
+    (r"2\mathbf{i}-\mathbf{j}", r"\boxed{-\hat{\mathbf{j}}+2\vec i}"),
 ]
 
 WRONG = [
@@ -273,7 +275,9 @@ WRONG = [
     ("5", r"\boxed{5\text{ million}}"),
     (r"\frac{1}{3}", r"\boxed{2^\frac{1}{3}}"),
     ("B", "The answer is (B) or (C)."),
-    ("A", "The answer is A triangle."),
+    ("BAC", r"\boxed{ABC}"),
+    (r"2\mathbf{i}+3\mathbf{j}", r"\boxed{2\mathbf{i}-\mathbf{j}}"),
+    ("(1,2)", r"\boxed{1, 2, 2}"),
 ]
 
 
