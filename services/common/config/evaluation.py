@@ -1,7 +1,7 @@
 """Defines the config section `evaluation`, and which evaluation is the best."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -58,6 +58,11 @@ class EvaluationFrequency(Strict):
     """End the run, as if num_steps were reached, when this held-out metric stops improving; null trains all steps."""
 
 
+def no_set(name: str, sets: Collection[str]) -> str:
+    """Returns the words of an error for a name that is not among the `sets` of data.eval."""
+    return f"data.eval has no {name}, {'only ' + ', '.join(sets) if sets else 'because it is empty'}"
+
+
 def check_held_out(
     evaluation: EvaluationFrequency, held_out: Mapping[str, Sequence[str]], keep_best: BestConfig | None, save_freq: int
 ) -> None:
@@ -73,8 +78,7 @@ def check_held_out(
         if config is None:
             continue
         if config.set_name not in held_out:
-            has = ", ".join(held_out) or "no set"
-            raise ValueError(f"{key}.metric {config.metric}: data.eval has no {config.set_name}, only {has}")
+            raise ValueError(f"{key}.metric {config.metric}: {no_set(config.set_name, held_out)}")
         names = held_out[config.set_name]
         if not any(re.fullmatch(re.escape(name).replace(r"\.\.\.", "(?s:.*)"), config.name) for name in names):
             raise ValueError(

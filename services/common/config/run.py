@@ -1,14 +1,12 @@
 """Defines the config of a run. Each service reads its own section; the coordinator reads all of it."""
 
-import difflib
-
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig, SelectionConfig
 from services.common.config.base import AnyRun, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import REWARDLESS, EnvironmentConfig, check_agent, check_collected
-from services.common.config.evaluation import EvaluationConfig, check_held_out
+from services.common.config.evaluation import EvaluationConfig, check_held_out, no_set
 from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig, WeightsConfig
@@ -371,9 +369,7 @@ class Config(AnyRun):
     def _check_sets(self) -> None:
         for name in self.evaluation.sets:
             if name not in self.data.eval:
-                close = difflib.get_close_matches(name, self.data.eval, n=1, cutoff=0.0)
-                hint = f"; did you mean {close[0]}?" if close else ""
-                raise ValueError(f"evaluation.sets.{name}: data.eval has {', '.join(self.data.eval) or 'no set'}{hint}")
+                raise ValueError(f"evaluation.sets.{name}: {no_set(name, self.data.eval)}")
         for name in self.data.eval:
             settings = self.evaluation.settings(name)
             if settings.min_tokens > (most := settings.max_tokens or self.rollout.sampling.max_tokens):

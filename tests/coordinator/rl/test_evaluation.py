@@ -283,11 +283,11 @@ def run_yaml(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["evaluation.sets.gsm8k.temperature=1"], ["sets.gsm8k: data.eval has no gsm8k, only gsm8k-test, aime"]),
         (
-            ["evaluation.sets.gsm8k.temperature=1"],
-            ["sets.gsm8k: data.eval has gsm8k-test, aime; did you mean gsm8k-test?"],
+            ["evaluation.sets.zzz.temperature=1", "data.eval=[]"],
+            ["evaluation.sets.zzz: data.eval has no zzz, because it is empty"],
         ),
-        (["evaluation.sets.zzz.temperature=1", "data.eval=[]"], ["evaluation.sets.zzz: data.eval has no set"]),
         (["evaluation.sets.aime.max_tokens=1101"], ["set aime = 1201", "rollout.max_model_len = 1200"]),
         (["evaluation.max_tokens=2000"], ["set gsm8k-test = 2100", "at least 2100"]),
         (["evaluation.eval_freq=1", "data.eval=[]"], ["evaluation.eval_freq", "data.eval names no file"]),
