@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from services.common.config.load import load
+from services.common.config.load import is_override, load
 from services.common.config.run import Config
 from services.common.counted import counted
 from services.common.errors import InvalidInput
@@ -137,7 +137,10 @@ def show_suggestion(args: Sequence[str], gpus: Sequence[int], console: Console) 
         "full length.\n",
         highlight=False,
     )
-    command = shlex.join(["lockstep", "run", *args, *tried.fitting[0].overrides])
+    suggested = tried.fitting[0].overrides
+    keys = {override.partition("=")[0] for override in suggested}
+    kept = (arg for arg in args if not (is_override(arg) and arg.partition("=")[0] in keys))
+    command = shlex.join(["lockstep", "run", *kept, *suggested])
     console.print("suggested:", highlight=False)
     console.print(f"  {command}", soft_wrap=True, highlight=False)
 

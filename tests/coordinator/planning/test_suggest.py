@@ -101,8 +101,10 @@ def test_a_model_on_the_hub_is_sized_and_the_command_can_be_pasted(args: list[st
 
     monkeypatch.setattr("services.coordinator.data.reading.hub.local_model", local_model)
     kl = ("trainer.loss.kl_coef=0.1", "reference.model=owner/name")
-    suggested = output(*args, "model=owner/name", *kl, "runs_dir=a b", "--gpus", "8x200").splitlines()[-1].strip()
+    given = ("model=owner/name", *kl, "runs_dir=a b", "trainer.num_ranks=3")  # the last is replaced
+    suggested = output(*args, *given, "--gpus", "8x200").splitlines()[-1].strip()
     assert suggested.startswith(f"lockstep run {args[0]} model=owner/name {' '.join(kl)} 'runs_dir=a b' placement=")
+    assert suggested.count("trainer.num_ranks=") == 1
     assert asked == ["owner/name", "owner/name"]
 
 
