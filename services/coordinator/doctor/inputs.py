@@ -1,11 +1,14 @@
 """Checks what a run reads and plays: its models and data, and short episodes of its environment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from google.protobuf.json_format import ParseDict
 from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest
+from lockstep.reward.v1.environment_pb2 import Message
 
 from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig, prompt_text
 from services.common.config.load import AnyConfig, role_models
@@ -21,8 +24,9 @@ from services.common.files.model_card import read_model_card, require_whole_weig
 from services.common.json_values import JsonObject
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.order import environment_seed
+from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import ConfigT, with_local_models
 from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
@@ -263,15 +267,24 @@ def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset |
         return
     calls, talks = [], None
     if data:
-        prompt, talks = data.train.prompts[0], partial(_check_dialog, data.tokenizer, config)
+        prompt, talks = data.train.prompts[0], partial(_check_dialog, data.tokenizer, config, data.train.prompts[0])
         begin = {"reset": row_of(prompt), "seed": environment_seed(config.seed, prompt.prompt_id)}
         # A turn that the environment may expect, and the shortest that a policy can write.
         calls = [begin, {"step": prompt.answer or ""}, begin, {"step": ""}]
     yield check_environment(config.environment, calls=calls, talks=talks)
 
 
-def _check_dialog(tokenizer: Tokenizer, config: Config, opened: Answer) -> None:
-    Dialog(tokenizer, opened["tools"], config).check(opened["roles"])
+def _check_dialog(
+    tokenizer: Tokenizer, config: Config, prompt: Prompt, opened: Answer, answers: Sequence[Answer]
+) -> None:
+    dialog = Dialog(tokenizer, opened["tools"], config)
+    dialog.check(opened["roles"])
+    # A reset and a step, twice; nothing where the environment failed.
+    said = [[ParseDict(dict(message), Message()) for message in answer.get("messages", ())] for answer in answers]
+    with suppress(OverlongPrompt) if config.data.overlong == "drop" else nullcontext():
+        dialog.begin(prompt, said[0])
+    for reply in said[1::2]:
+        dialog.reply(prompt.tokens, reply)
 
 
 # Prints where the agent's program is in the sandbox and, for a Python, which clients it has.
@@ -316,11 +329,11 @@ def check_environment(
     command: Sequence[str] = ENVIRONMENT,
     timeout_s: float = OPEN_TIMEOUT_S,
     calls: Sequence[Mapping[str, object]] = (),
-    talks: Callable[[Answer], None] | None = None,
+    talks: Callable[[Answer, Sequence[Answer]], None] | None = None,
 ) -> Finding:
     """Checks that the environment opens and answers `calls`; shows its name, version and tools.
 
-    `talks` raises InvalidInput if the model cannot read the messages of the environment that has opened.
+    `talks` raises InvalidInput if the model cannot read the messages of the environment that has opened and answered.
     """
     try:
         with EnvironmentProbe(environment, command) as probe:
@@ -335,7 +348,7 @@ def check_environment(
         return _failed(environment, error.message)
     try:
         if talks:
-            talks(opened)
+            talks(opened, answers)
     except InvalidInput as error:
         return Finding("environment", error.message, Verdict.FAIL, f"correct {error.metadata.get('field')}")
     if problem := _problem(environment, calls, answers):

@@ -65,7 +65,11 @@ class Bridge:
         num_templated = sum(1 for message in messages if message["role"])
         templated, raw = messages[:num_templated], messages[num_templated:]
         if any(message["role"] for message in raw):
-            raise InvalidInput("messages: raw text (a message without a role) precedes a message", field="messages")
+            raise InvalidInput(
+                "messages: a message follows raw text: if that is the prompt of a row, set data.chat, which makes a "
+                "user's message of it",
+                field="data.chat",
+            )
         text = "".join(message["content"] for message in raw)
         return self._tokenizer.encode_marked(self.render(templated)) + self._raw(text)
 

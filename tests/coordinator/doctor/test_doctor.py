@@ -195,7 +195,7 @@ def test_an_environment_is_opened_where_its_reward_service_will_run() -> None:
 
 
 def test_an_environment_whose_messages_the_model_cannot_read_fails() -> None:
-    def talks(opened: Mapping[str, object]) -> None:
+    def talks(opened: Mapping[str, object], _: object) -> None:
         assert opened["roles"] == ["tool"]
         raise InvalidInput("the chat template leaves out messages of role tool", field="data.chat_template")
 

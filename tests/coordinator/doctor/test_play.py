@@ -14,11 +14,11 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import groups
 from services.coordinator.cli.environment import read_lines
 from services.coordinator.cli.main import app
-from services.coordinator.data.prompts import Prompt
 from services.coordinator.doctor.finding import Verdict
-from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
+from services.coordinator.doctor.inputs import check_environment, examine_environment
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console
+from services.coordinator.rl.session import load_data
 from tests.coordinator.conftest import CHATML
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, config_with
 
@@ -75,18 +75,22 @@ def write_config(tmp_path: Path, environment: dict[str, Any]) -> Path:
     return path
 
 
-def test_a_dry_run_plays_the_first_row_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_plays_the_first_row_of_the_data(tmp_path: Path, make_model: Callable[..., Path]) -> None:
     from services.common.config.load import load
     from services.common.config.run import Config
 
-    config = load(Config, [str(write_config(tmp_path, {"kind": "python", "path": f"{USER}:Journal"}))])
-    prompts: list[Prompt] = []
-    assert all(finding.verdict is OK for finding in examine_inputs(config, Addresses(), prompts))
-    (finding,) = examine_environment(config, Addresses(), prompts[0])
-    assert finding.verdict is OK
+    chat = [f"model={make_model()}", "data.chat=true", "data.max_prompt_tokens=1000", "environment.max_tokens=1000"]
+    config = load(Config, [str(write_config(tmp_path, {"kind": "python", "path": f"{USER}:Journal"})), *chat])
+    (finding,) = examine_environment(config, Addresses(), load_data(config, Addresses()))
+    assert finding.verdict is OK, finding
     journal = (tmp_path / "journal").read_text().splitlines()
     assert journal[1:3] == ["step 1", "close"] and journal[4:] == ["step ", "close"]
     assert journal[0] == journal[3] and journal[0].startswith("reset ")
+
+    config = load(Config, [str(write_config(tmp_path, {"kind": "python", "path": f"{USER}:Guess"}))])
+    (finding,) = examine_environment(config, Addresses(), load_data(config, Addresses()))
+    assert (finding.verdict, "a message follows raw text" in finding.result) == (FAIL, True), finding
+    assert finding.fix == "correct data.chat"
 
 
 def tried(config: Path, *arguments: str, typed: str = "") -> Result:

@@ -333,7 +333,7 @@ def test_replies_that_are_none(messages: list[Message], message: str):
 
 
 def test_raw_text_does_not_precede_a_prompt():
-    with raises(InvalidInput, field="messages"):
+    with raises(InvalidInput, field="data.chat"):
         FAMILIES["qwen2.5"].bridge().prompt([{"role": "", "content": "a"}, QUESTION])
 
 
