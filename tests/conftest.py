@@ -34,13 +34,17 @@ gc.disable()  # while modules are imported, which makes no garbage
 
 
 def pytest_collection_finish() -> None:
-    """Excludes all imported objects from later garbage collections.
+    gc.enable()
 
-    Going through them takes half a second, and a rank collects garbage whenever it closes a role.
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Excludes what was imported, and what earlier modules keep, from later garbage collections.
+
+    Going through it takes up to half a second, and a rank collects garbage whenever it closes a role.
     """
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture(scope="session")
