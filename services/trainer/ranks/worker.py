@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack, nullcontext
@@ -380,12 +381,13 @@ def _exhaust(weights: Iterable[object]) -> None:
 
 def _make_backend(role: Role, config: TrainerConfig, model_path: str, device: torch.device) -> Backend:
     """Imports and builds the backend. A host may have only one backend's libraries, and they are slow to import."""
+    is_new = f"services.trainer.{config.strategy}.backend" not in sys.modules
     if config.strategy == "megatron":
         with PROGRESS.stage("import Megatron"):
-            from services.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(role, config, model_path, device)
-    with PROGRESS.stage("import FSDP"):
-        from services.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(role, config, model_path, device)
+            from services.trainer.megatron.backend import MegatronBackend as Kind
+    else:
+        with PROGRESS.stage("import FSDP"):
+            from services.trainer.fsdp.backend import FsdpBackend as Kind
+    if is_new and role is Role.POLICY:  # which opens first: no model is frozen with the modules
+        gc.freeze()  # or each collection would search what was imported, for 0.1 s
+    return Kind(role, config, model_path, device)
