@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -309,6 +309,12 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
     """Returns whether any of `gold` equals any of `predicted`. What takes too much stack or is too large is unequal."""
     gold, predicted = ([_without_point(value) for value in side] for side in (gold, predicted))
     try:
+        if any(
+            _is_list(one) and _to_interval(other)
+            for pair in product(gold, predicted)
+            for one, other in (pair, pair[::-1])
+        ):
+            return False  # math-verify takes 1 < x < 2 for the list 1, 2
         # parse() returns texts last. Compare them first, because sympy has nothing to do if they are equal.
         if verify(list(gold)[::-1], list(predicted)[::-1], timeout_seconds=None, raise_on_error=True):
             return not _are_far(gold, predicted)
@@ -316,6 +322,10 @@ def _equal(gold: Sequence[Expression], predicted: Sequence[Expression]) -> bool:
         return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs if pair)
     except (RecursionError, OverflowError, ValueError):  # the last one from zip() for lists of different lengths
         return False
+
+
+def _is_list(expression: Expression) -> bool:
+    return isinstance(expression, sympy.FiniteSet) and _to_interval(expression) is None
 
 
 def _without_point(expression: Expression) -> Expression:

@@ -169,8 +169,7 @@ RIGHT = [
     ("3", r"\boxed{\boldsymbol{3}}"),
     ("5 million", r"\boxed{\$5,000,000}"),
     ("500", r"\boxed{5\text{ hundred} dollars/hour}"),
-    ("18", r"\boxed{18 km/h}"),
-    ("18", r"\boxed{18 ft^2}"),
+    ("18 ft^2", r"\boxed{18 km/h}"),
     (r"\sqrt{\frac{\pi}{2}}", r"\boxed{\sqrt\frac\pi2}"),
     (r"\sqrt[3]{2}", r"\boxed{2^\frac13}"),
     ("1, 2", "<answer>x = 1 or x = 2</answer>"),
@@ -278,6 +277,7 @@ WRONG = [
     ("BAC", r"\boxed{ABC}"),
     (r"2\mathbf{i}+3\mathbf{j}", r"\boxed{2\mathbf{i}-\mathbf{j}}"),
     ("(1,2)", r"\boxed{1, 2, 2}"),
+    (r"1<x<2", r"\boxed{1,2}"),
 ]
 
 
