@@ -15,6 +15,7 @@ from services.common.config.load import AnyConfig
 from services.common.config.rollout import DiscoveryConfig, DnsDiscoveryConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason, Unavailable
+from services.common.rpc.address import parse_address
 from services.common.tasks import backoff_s, task_group
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.fleet.launch import Addresses
@@ -51,7 +52,7 @@ async def discovered(config: AnyConfig, addresses: Addresses) -> Addresses:
     """Returns `addresses` with the replicas that `rollout.discovery` lists; waits until there is one.
 
     Raises:
-        InvalidInput: Addresses of replicas were given too.
+        InvalidInput: Addresses of replicas were given too, or one that is listed is malformed.
         Unavailable: NO_REPLICA, none was listed within `timeouts.open_s`.
     """
     if not isinstance(config, Config) or (discovery := config.rollout.discovery) is None:
@@ -62,10 +63,14 @@ async def discovered(config: AnyConfig, addresses: Addresses) -> Addresses:
     deadline_s, num_retries = time.monotonic() + config.timeouts.open_s, 0
     while True:
         replicas, why = await read_source(source_of(discovery))
+        for address in replicas:
+            parse_address(address, field="rollout.discovery")
         if replicas:
             return replace(addresses, rollout=tuple(replicas), rollout_name=name)
         if time.monotonic() + (pause_s := backoff_s(num_retries)) > deadline_s:
             raise Unavailable(f"rollout.discovery: no replica is listed: {why}", reason=Reason.NO_REPLICA)
+        if num_retries == 0:
+            log.warning("no replica is listed yet, waiting up to %g s: %s", config.timeouts.open_s, why)
         await asyncio.sleep(pause_s)
         num_retries += 1
 
@@ -155,10 +160,12 @@ class Membership:
 
 
 async def read_source(source: Source) -> tuple[Sequence[str], str]:
-    """Returns the addresses and, if there are none, the reason."""
+    """Returns the addresses and, if there are none, the reason, which names the source."""
+    where = source if isinstance(source, Path) else f"the DNS name {source.name}"
     try:
         async with asyncio.timeout(_READ_S):
             replicas = await _read_now(source)
     except (OSError, UnicodeDecodeError) as error:  # a timeout is an OSError without words
-        return (), str(error) or f"no answer in {_READ_S:g} s"
-    return replicas, "" if replicas else "the list is empty"
+        why = getattr(error, "strerror", None) or str(error) or f"no answer in {_READ_S:g} s"
+        return (), f"{where}: {why}"
+    return replicas, "" if replicas else f"{where}: the list is empty"

@@ -194,14 +194,19 @@ async def test_a_colocated_run_keeps_its_replicas(tmp_path: Path):
         assert not list(tmp_path.iterdir())
 
 
-async def test_a_config_names_a_file_or_a_dns_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_config_names_a_file_or_a_dns_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     listed = tmp_path / "listed"
     config = make_config(rollout={"discovery": {"kind": "file", "path": str(listed)}})
     waiting = asyncio.create_task(discovered(config, Addresses()))
-    await asyncio.sleep(0)
+    await until(lambda: f"waiting up to 120 s: {listed}: No such file" in caplog.text)
     listed.write_text("10.0.0.1:50051\n")
     async with asyncio.timeout(PATIENCE_S):
         assert (await waiting).rollout == ("10.0.0.1:50051",)
+    listed.write_text("10.0.0.1\n")
+    with raises(InvalidInput, field="rollout.discovery"):
+        await discovered(config, Addresses())
     with raises(InvalidInput, field="--rollout"):
         await discovered(config, Addresses(rollout=("10.0.0.2:50051",)))
 
@@ -219,7 +224,7 @@ async def test_a_config_names_a_file_or_a_dns_name(tmp_path: Path, monkeypatch: 
     impatient = make_config(rollout={"discovery": {"kind": "dns", "name": "elsewhere"}}, timeouts={"open_s": 0.01})
     with raises(Unavailable, reason=Reason.NO_REPLICA) as caught:
         await discovered(impatient, Addresses())
-    assert "unknown name" in caught.value.message
+    assert "the DNS name elsewhere: unknown name" in caught.value.message
 
 
 async def test_the_list_of_a_discovered_run_is_shown_in_its_directory(tmp_path: Path):
