@@ -15,6 +15,7 @@ from services.common.errors import Aborted, InvalidInput, PermissionDenied, Prec
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
+from services.common.weights.trial import take_part
 from services.coordinator.doctor import services as publication
 from services.coordinator.doctor import services as running
 from services.coordinator.doctor.finding import Finding, Verdict
@@ -113,6 +114,11 @@ async def test_a_replica_that_does_not_come_ends_it_at_the_deadline(addresses: A
                 async for answer in client.stream(TrainerService.SendTestBroadcast, request, timeout_s=PATIENCE_S)
             ]
     await client.close()
+
+
+async def test_a_trainer_that_is_called_by_ipv6():
+    with pytest.raises(Aborted, match=r"^\[::1\]: weights travel over IPv4"):
+        await take_part(types_pb2.WeightGroup(store_host="[::1]"), 1)
 
 
 async def test_a_replica_with_a_run_refuses(played: PlayedTrainer):

@@ -24,7 +24,7 @@ from services.common.compat.torch import allreduce, broadcast, gloo_group, nccl_
 from services.common.errors import Aborted, InvalidInput
 from services.common.rpc.address import route_to
 from services.common.weights.plan import Bucket
-from services.common.weights.store import StoreAddress, StoreClient
+from services.common.weights.store import ONLY_IPV4, StoreAddress, StoreClient
 
 # Limits of the polling interval. torch offers no event for the end of a collective or for a key in the store.
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5e-5, 2e-3
@@ -57,7 +57,8 @@ class Epoch(ABC):
             if client is not None:
                 client.leave()
             store = f"{group.store_host}:{group.store_port}"
-            message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {error}"
+            why = ONLY_IPV4 if group.store_host.startswith("[") else error
+            message = f"epoch {group.epoch}, member {rank}: the trainer's store at {store} cannot be reached: {why}"
             raise Aborted(message, epoch=group.epoch, absent=rank) from error
         try:
             members = [f"member/{r}" for r in range(group.world_size)]

@@ -27,6 +27,7 @@ from services.common.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
+ONLY_IPV4 = "weights travel over IPv4; give an IPv4 address of the trainer or a name that has one"
 HELLO, ACCEPTED = b"\xfe", b"\xff"
 NONCE_BYTES = 32
 _CHUNK_BYTES = 64 << 10
@@ -150,8 +151,7 @@ class ServedStore(_Relay):
     def __init__(self, host: str):
         """Listens on a free port, only on the interface that has the address `host`."""
         if host.startswith("["):
-            problem = "weights travel over IPv4; give an IPv4 address or a name that has one, or 0.0.0.0 for all"
-            raise InvalidInput(f"--listen {host}: {problem}", field="listen")
+            raise InvalidInput(f"--listen {host}: {ONLY_IPV4}, or 0.0.0.0 for all", field="listen")
         try:
             behind_gate, gate = socket.create_server((_LOOPBACK, 0)), socket.create_server((host, 0))
         except OSError as error:

@@ -19,7 +19,7 @@ from services.common.process import exit_with
 from services.common.rpc.address import route_to
 from services.common.weights.digest import WeightDigest
 from services.common.weights.group import WeightGroup
-from services.common.weights.store import StoreAddress
+from services.common.weights.store import ONLY_IPV4, StoreAddress
 
 NUM_BYTES = 64 << 20
 _COMMAND = ("-W", "ignore", "-m", "services.common.weights.trial")
@@ -58,7 +58,8 @@ async def take_part(
     try:
         route = str(route_to(group.store_host))
     except OSError as error:
-        raise Aborted(f"{group.store_host} cannot be resolved on this host: {error}", route="none") from error
+        why = ONLY_IPV4 if group.store_host.startswith("[") else f"cannot be resolved on this host: {error}"
+        raise Aborted(f"{group.store_host}: {why}", route="none") from error
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:

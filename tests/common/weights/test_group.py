@@ -218,9 +218,10 @@ def test_member_that_dies_while_the_group_forms_aborts_it(store, next_epoch) -> 
         WeightGroup(group, rank=0, device=CPU)
 
 
-def test_store_that_is_gone_aborts(next_epoch) -> None:
-    group = message(StoreAddress("127.0.0.1", free_port(), b""), epoch=next_epoch(), world_size=2, timeout_s=1.0)
-    with aborted("store at .* cannot be reached"):
+@pytest.mark.parametrize(("host", "why"), [("127.0.0.1", "refused"), ("[::1]", "weights travel over IPv4; give")])
+def test_store_that_is_gone_aborts(host: str, why: str, next_epoch) -> None:
+    group = message(StoreAddress(host, free_port(), b""), epoch=next_epoch(), world_size=2, timeout_s=1.0)
+    with aborted(f"store at .* cannot be reached: .*{why}"):
         WeightGroup(group, rank=0, device=CPU)
 
 
