@@ -277,7 +277,9 @@ def _explain_one(model: type[BaseModel], path: str, detail: ErrorDetails, origin
     where = f" (from {' and '.join(sources)})" if sources else ""
     if detail["type"] == "extra_forbidden":
         with_kinds = ".".join(map(str, detail["loc"]))
-        return f"{path}: unknown key{where}{_suggest(model, with_kinds, detail['input'])}"
+        # A section that was received has been checked by its sender, which then knows other keys.
+        other = "" if origin else "; if you did not set it, another version of Lockstep wrote it"
+        return f"{path}: unknown key{where}{_suggest(model, with_kinds, detail['input'])}{other}"
     if detail["type"] == "missing":
         return f"{path}: required and not set"
     if detail["type"] == "value_error":

@@ -338,7 +338,7 @@ def test_section_that_does_not_fit_is_refused(text: str) -> None:
     if not text.startswith('{"'):
         assert caught.value.message.startswith("config_json: ") and caught.value.metadata["field"] == "config_json"
     if "lrr" in text:
-        assert "did you mean optim.lr" in caught.value.message
+        assert "did you mean optim.lr" in caught.value.message and "another version of Lockstep" in caught.value.message
 
 
 def test_default_that_breaks_its_own_rule_is_noticed() -> None:
