@@ -5,6 +5,7 @@ is started again finds them made.
 """
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
@@ -269,8 +270,24 @@ class _Parent:
 
 def main() -> None:
     """Serves the orders that come through the socket with this descriptor."""
-    if run := _Parent(socket.socket(fileno=int(sys.argv[1]))).serve():
-        run()
+    code: int | None = None
+
+    def end() -> None:
+        if code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    # It is called after all that is registered later. The interpreter would take apart what was imported then, which
+    # copies the memory that forks share, for up to 3 s of processor time.
+    atexit.register(end)
+    try:
+        if run := _Parent(socket.socket(fileno=int(sys.argv[1]))).serve():
+            run()
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0 if isinstance(error.code, int | None) else None  # a text is printed by the interpreter
+        raise
 
 
 if __name__ == "__main__":

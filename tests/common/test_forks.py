@@ -41,6 +41,13 @@ async def test_a_fork_is_what_a_new_interpreter_would_be(tmp_path: Path) -> None
     assert len({one["incarnation"], two["incarnation"], incarnation()}) == 3 and one["token"] != two["token"]
 
 
+async def test_a_fork_ends_in_order_without_taking_its_imports_apart(tmp_path: Path) -> None:
+    with Forks() as forks:
+        process = await forks.start(TOY, ["0", "last words"], tmp_path / "log", {})
+        assert await process.wait() == 0
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["last words"]
+
+
 async def test_ends_are_told_with_their_signal_and_the_command_is_visible(tmp_path: Path) -> None:
     with Forks() as forks:
         process = await waiting(forks, tmp_path / "log")

@@ -1,5 +1,6 @@
 """A service that can be forked. It says what it is, and ends as its argument says."""
 
+import atexit
 import json
 import os
 import sys
@@ -9,6 +10,7 @@ from services.common.rpc.fence import outgoing
 from services.common.rpc.server import incarnation
 
 imported_in = 0
+kept: object = None
 
 
 def preload() -> None:
@@ -19,8 +21,14 @@ def preload() -> None:
     os.environ["TOY_PRELOADED"] = "1"
 
 
+class Apart:
+    def __del__(self) -> None:
+        sys.stdout.write("taken apart\n")
+
+
 def main() -> None:
     """Waits to be killed, or exits with a code."""
+    global kept
     seen = {
         "argv": sys.argv,
         "imported_in": imported_in,
@@ -34,4 +42,7 @@ def main() -> None:
     sys.stdout.flush()
     if sys.argv[1] == "wait":
         threading.Event().wait()
+    kept = Apart()
+    if sys.argv[2:] == ["last words"]:
+        atexit.register(sys.stdout.write, "last words\n")
     sys.exit(int(sys.argv[1]))
