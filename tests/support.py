@@ -36,6 +36,8 @@ PATIENCE_S = 120.0
 """How long a test waits for an event before it fails. A test that passes never waits that long."""
 LIMITS_S = (1.0, 8.0, 64.0)
 """Time limits for tests whose subject is a limit: if a busy machine misses one, the test tries the next."""
+SMALL_CACHE = {"kv_cache_memory_bytes": 1 << 26}
+"""Arguments of an engine, which zeroes its KV cache when it starts: a quarter of the default. No test fills it."""
 # Below the ports that the project's own code chooses from and those that Linux gives to outgoing connections.
 _PORTS = range(10_000, 20_000)
 _claims: list[socket.socket] = []

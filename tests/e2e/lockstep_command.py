@@ -27,7 +27,17 @@ from services.common.rpc.client import Client
 from services.coordinator.cli.main import app
 from services.coordinator.verify.session import verify
 from tests.e2e.forked.processes import Forked, start_command, start_service
-from tests.support import PATIENCE_S, descendants, ending, free_port, make_model, running, service_command, still_there
+from tests.support import (
+    PATIENCE_S,
+    SMALL_CACHE,
+    descendants,
+    ending,
+    free_port,
+    make_model,
+    running,
+    service_command,
+    still_there,
+)
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 Service = Forked | subprocess.Popen[bytes]
@@ -98,6 +108,7 @@ def make_workspace(directory: Path, *, kind: str = "untied", **overrides: object
             "max_model_len": 96,
             "max_samples": 4,
             "sampling": {"max_tokens": 32},
+            "engine": SMALL_CACHE,
         },
         "trainer": {"num_ranks": 2, "max_tokens_per_microbatch": 1024, "optim": {"lr": 1e-3}},
         "reward": {

@@ -23,7 +23,7 @@ from services.common.weights import group as weight_group
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.ranks.publish import Publication, send
-from tests.support import PATIENCE_S
+from tests.support import PATIENCE_S, SMALL_CACHE
 
 MAX_MODEL_LEN = 512
 GREEDY_TOKENS = 12
@@ -73,7 +73,7 @@ class Replica:
     ) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(
             run_id=run_id,
-            config_json=json.dumps({"max_model_len": MAX_MODEL_LEN} | config),
+            config_json=json.dumps({"max_model_len": MAX_MODEL_LEN, "engine": SMALL_CACHE} | config),
             model_card=read_model_card(model),
             adapter_rank=adapter_rank,
             can_sleep=can_sleep,
