@@ -40,10 +40,10 @@ from prometheus_client import (
 
 from services.common.errors import InternalError, InvalidInput, LockstepError, Reason, to_status
 from services.common.rpc import fence
-from services.common.rpc.address import parse_address, require_loopback
+from services.common.rpc.address import is_loopback, parse_address, require_loopback
 from services.common.rpc.channel import server_options
 from services.common.rpc.progress import PROGRESS
-from services.common.rpc.tls import Credentials, require_role
+from services.common.rpc.tls import Credentials, is_address, require_role
 from services.common.telemetry.trace import NO_TRACE, Span, Trace, incoming
 
 log = logging.getLogger(__name__)
@@ -265,6 +265,9 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         progress_pb2_grpc.add_ProgressServiceServicer_to_server(PROGRESS, self.grpc)
         self._names = names
+        is_name = host != "localhost" and not is_address(host.strip("[]"))
+        if is_name and is_loopback(host):  # as Debian writes a host's own name into /etc/hosts
+            log.warning("--listen %s: this name is a loopback address here; other hosts cannot connect", address)
         if self._tls is None:
             require_loopback(host, insecure=insecure)
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)

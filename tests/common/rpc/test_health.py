@@ -1,11 +1,13 @@
 """Tests the health check of containers."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from services.common.errors import Unauthenticated, Unavailable
+from services.common.errors import InvalidInput, Unauthenticated, Unavailable
 from services.common.rpc.health import main, require_serving
+from services.common.rpc.server import Server
 from services.common.rpc.tls import LOCAL, Role
 from tests.common.rpc.tls_harness import Certificates, serve
 from tests.coordinator.fake_services import replicas
@@ -21,6 +23,18 @@ async def test_a_service_that_serves_is_healthy_and_one_that_ended_is_not(monkey
         await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
     with pytest.raises(Unavailable):
         await require_serving(address, LOCAL, timeout_s=PATIENCE_S)
+
+
+async def test_a_name_by_which_only_this_host_reaches_a_service_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    for address in ("127.0.0.1:0", "localhost:0", "[::1]:0", "no-such-host.invalid:0"):
+        server = Server()
+        with contextlib.suppress(InvalidInput):
+            await server.start(address, ["service"])
+        assert ("other hosts cannot connect" in caplog.text) == ("invalid" in address)
+        await server.grpc.stop(None)
 
 
 async def test_a_service_that_wants_certificates_says_so(tmp_path: Path) -> None:
