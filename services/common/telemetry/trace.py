@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,7 +93,23 @@ def formatter(kind: LogFormat, service: str = "") -> logging.Formatter:
     return _Json(service) if kind == "json" else _Text(service)
 
 
-class _Text(logging.Formatter):
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def inert(text: str) -> str:
+    """Returns a text with U+FFFD for each character that could control a terminal or reorder what it shows."""
+    return _CONTROLS.sub("\ufffd", text)
+
+
+class InertFormatter(logging.Formatter):
+    """Keeps words that are not Lockstep's, such as an agent's, from acting on a terminal and from passing for a record:
+    only a record begins at the left."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return inert(super().format(record)).replace("\n", "\n  ")
+
+
+class _Text(InertFormatter):
     def __init__(self, service: str):
         super().__init__(" ".join(filter(None, ("%(asctime)s %(levelname).1s", service, "%(name)s: %(message)s"))))
 

@@ -2,10 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
-literal_console = partial(Console, markup=False, emoji=False)
+from services.common.telemetry.trace import inert
+
+
+class _Inert(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints texts without characters that would control the terminal: errors quote files and models."""
+        super().print(*(inert(one) if isinstance(one, str) else one for one in objects), **options)
+
+
+literal_console = partial(_Inert, markup=False, emoji=False)
 """Returns a console that prints texts as they are; further options are those of Rich's Console.
 
 Names and messages may contain `[level=1]` or `:key:`, which Rich would read as markup and as an emoji.

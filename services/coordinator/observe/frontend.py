@@ -18,7 +18,7 @@ from rich.table import Table
 from services.common.config.load import AnyConfig
 from services.common.counted import counted
 from services.common.files.storage import writing
-from services.common.telemetry.trace import formatter
+from services.common.telemetry.trace import InertFormatter, formatter
 from services.coordinator.observe.terminal import Terminal
 from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.reporter import Reporter
@@ -185,5 +185,5 @@ def log_to(config: AnyConfig, console: Console) -> None:
     if console.is_terminal:
         to_console, line = RichHandler(console=console, show_path=False, rich_tracebacks=False), "%(message)s"
     to_console.setLevel(logging.WARNING)
-    to_console.setFormatter(logging.Formatter(line))
+    to_console.setFormatter(InertFormatter(line))
     logging.basicConfig(level=logging.INFO, handlers=[log_file(config), to_console], force=True)

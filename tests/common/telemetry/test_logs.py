@@ -57,6 +57,11 @@ def test_a_line_of_text() -> None:
         assert formatter("text").format(record()).endswith(" W a.b: 3 samples  [run=r-1 step=4]")
 
 
+def test_words_of_others_neither_act_on_a_terminal_nor_pass_for_a_record() -> None:
+    line = formatter("text").format(record("%s", "\x1b]0;x\x07 \x9b2J \u202eevil\r\n2026-01-01 00:00:00 W a.b: forged"))
+    assert line.endswith("\ufffd]0;x\ufffd \ufffd2J \ufffdevil\ufffd\n  2026-01-01 00:00:00 W a.b: forged")
+
+
 async def test_work_belongs_to_what_is_around_it() -> None:
     async def group(name: str) -> dict[str, object]:
         with within(group=name):

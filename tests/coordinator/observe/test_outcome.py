@@ -58,3 +58,9 @@ def test_the_command_that_comes_next_can_be_copied() -> None:
     output = io.StringIO()
     show_outcome(Outcome(Path("runs/my run"), 1, 1, [], None), literal_console(file=output, width=80))
     assert "Next: `lockstep report 'runs/my run'`, or" in output.getvalue()
+
+
+def test_a_message_cannot_control_the_terminal():
+    output = io.StringIO()
+    literal_console(file=output, width=80).print("no\x1b[31m name\u202e é\n", soft_wrap=True)
+    assert output.getvalue() == "no\ufffd[31m name\ufffd é\n\n"
