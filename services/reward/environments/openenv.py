@@ -40,13 +40,13 @@ class OpenEnvironment(Environment):
         self._config = config
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._session: aiohttp.ClientSession | None = None
-        self._sockets: dict[str, aiohttp.ClientWebSocketResponse] = {}
+        self._connections: dict[str, Connection] = {}
 
     async def open(self) -> None:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
         try:
             async with asyncio.timeout(self._config.turn_s):
-                await _say_goodbye(await self._connect())
+                await (await self._connect()).close()
         except TimeoutError:
             raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url} does not answer") from None
 
@@ -54,40 +54,42 @@ class OpenEnvironment(Environment):
         with off_the_clock():
             await self._slots.acquire()
         try:
-            socket = await self._connect()
+            connection = await self._connect()
         except BaseException:
             self._slots.release()
             raise
-        self._sockets[episode_id] = socket
+        self._connections[episode_id] = connection
         data = {"seed": seed % _NUM_SEEDS, "episode_id": episode_id}
-        message, _, done = self._read(await _ask(socket, {"type": "reset", "data": data}))
+        message, _, done = self._read(await connection.ask({"type": "reset", "data": data}))
         if done:
             raise _failed(EnvironmentFailure.INVALID_REPLY, "the episode is done with its reset")
         return [message]
 
     async def step(self, episode_id: str, turn: Turn) -> Reply:
         action = {self._config.action_field: turn.answer(self._config.reasoning_tags)}
-        message, reward, done = self._read(await _ask(self._sockets[episode_id], {"type": "step", "data": action}))
+        answer = await self._connections[episode_id].ask({"type": "step", "data": action})
+        message, reward, done = self._read(answer)
         return Reply([message], reward, done)
 
     async def end(self, episode_id: str) -> None:
-        if socket := self._sockets.pop(episode_id, None):
+        if connection := self._connections.pop(episode_id, None):
             try:
-                await _say_goodbye(socket)
+                await connection.close()
             finally:
                 self._slots.release()
 
     async def close(self) -> None:
         if self._session:
-            await asyncio.gather(*(self.end(episode_id) for episode_id in list(self._sockets)))
+            await asyncio.gather(*(self.end(episode_id) for episode_id in list(self._connections)))
             await self._session.close()
 
-    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
+    async def _connect(self) -> "Connection":
         if self._session is None or self._session.closed:
             raise _failed(EnvironmentFailure.CRASHED, "the run was closed")
         timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)  # pyright: ignore[reportCallIssue] made by attrs
         try:
-            return await self._session.ws_connect(self._config.url, timeout=timeout, max_msg_size=MAX_ANSWER_BYTES)
+            socket = await self._session.ws_connect(self._config.url, timeout=timeout, max_msg_size=MAX_ANSWER_BYTES)
+            return Connection(socket)
         except (aiohttp.ClientError, OSError) as error:
             detail = f"no connection to {self._config.url}: {type(error).__name__} {error}"
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
@@ -108,35 +110,44 @@ class OpenEnvironment(Environment):
         return Message("user", text), float(reward or 0.0), done
 
 
-async def _ask(socket: aiohttp.ClientWebSocketResponse, message: Mapping[str, object]) -> JsonMapping:
+class Connection:
+    """Reads all the time. Only a read answers pings, without which servers end a connection while the policy thinks."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse):
+        self._socket = socket
+        self._reading = asyncio.create_task(socket.receive())
+
+    async def ask(self, message: Mapping[str, object]) -> JsonMapping:
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # what is read says how the connection ended
+            await self._socket.send_str(json.dumps(message))
+        answer = await self._reading
+        self._reading = asyncio.create_task(self._socket.receive())
+        if answer.type is aiohttp.WSMsgType.ERROR:
+            raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is not a WebSocket message: {answer.data}")
+        if answer.type is not aiohttp.WSMsgType.TEXT:
+            code = self._socket.close_code
+            reason = EnvironmentFailure.INVALID_REPLY if code == 1009 else EnvironmentFailure.CRASHED
+            raise _failed(reason, f"the server ended the connection ({answer.type.name} {code})")
+        return _parse(answer.data)
+
+    async def close(self) -> None:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await self._socket.send_str('{"type": "close"}')
+        await self._socket.close()
+
+
+def _parse(answer: str) -> JsonMapping:
     try:
-        await socket.send_str(json.dumps(message))
-        answer = await socket.receive()
-    except (aiohttp.ClientError, OSError) as error:
-        raise _failed(EnvironmentFailure.CRASHED, f"the connection broke: {error}") from error
-    if answer.type is aiohttp.WSMsgType.ERROR:
-        raise _failed(EnvironmentFailure.INVALID_REPLY, f"the answer is not a WebSocket message: {answer.data}")
-    if answer.type is not aiohttp.WSMsgType.TEXT:
-        detail = f"the server ended the connection ({answer.type.name} {socket.close_code})"
-        reason = EnvironmentFailure.INVALID_REPLY if socket.close_code == 1009 else EnvironmentFailure.CRASHED
-        raise _failed(reason, detail)
-    try:
-        content = json.loads(answer.data)
+        content = json.loads(answer)
         kind, data = content["type"], content["data"]
         if kind == "observation" and isinstance(data, dict):
             return data
         code, detail = data["code"], data["message"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        detail = f"neither an observation nor an error: {answer.data}"
+        detail = f"neither an observation nor an error: {answer}"
         raise _failed(EnvironmentFailure.INVALID_REPLY, detail) from error
     reason = EnvironmentFailure.REFUSED if code in _REFUSED else EnvironmentFailure.CRASHED
     raise _failed(reason, f"the server says {code}: {detail}")
-
-
-async def _say_goodbye(socket: aiohttp.ClientWebSocketResponse) -> None:
-    with contextlib.suppress(aiohttp.ClientError, OSError):
-        await socket.send_str('{"type": "close"}')
-    await socket.close()
 
 
 def _failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:

@@ -10,7 +10,7 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import InvalidInput, Reason
 from services.reward.environments import openenv
-from tests.support import raises
+from tests.support import PATIENCE_S, raises
 
 CAPACITY = {"type": "error", "data": {"message": "8 of 8 sessions", "code": "CAPACITY_REACHED"}}
 BROKE = {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
@@ -27,16 +27,19 @@ class Server:
         self.seen: list[dict[str, object]] = []
         self.num_open = self.most_open = 0
         self.answer: Callable[[dict[str, object]], object] = lambda message: observation()
-        self.closed = asyncio.Event()
+        self.closed, self.ponged = asyncio.Event(), asyncio.Event()
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
+        self.socket = socket = web.WebSocketResponse(autoping=False)
         await socket.prepare(request)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         try:
             async for message in socket:
+                if message.type is WSMsgType.PONG:
+                    self.ponged.set()
+                    continue
                 assert message.type is WSMsgType.TEXT
                 asked = json.loads(message.data)
                 self.seen.append(asked)
@@ -131,6 +134,14 @@ async def test_a_server_that_fails_is_never_a_reward(server, service, answer, re
     await server.closed.wait()
     server.answer = lambda message: observation()
     assert not failure(await service.reset("other"))
+
+
+async def test_pings_are_answered_while_the_policy_thinks(server, service):
+    await open_run(server, service)
+    await service.reset()
+    await server.socket.ping()  # uvicorn ends a connection that does not answer one within 20 s
+    await asyncio.wait_for(server.ponged.wait(), PATIENCE_S)
+    assert not failure(await service.step(0, "a1"))
 
 
 async def test_an_episode_that_is_done_at_its_reset_is_refused(server, service):
