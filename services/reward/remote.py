@@ -95,7 +95,7 @@ class Remote:
                     return await self._post_with_retries(payload, read, failed)
         except TimeoutError:
             self._check_open()
-            late = f"no score within {self._timeout_s:g} s"
+            late = f"no score within {self._timeout_s:g} s (timeout_s)"
             if failed:
                 last = failed[-1].detail.removeprefix(f"{self._host}: ")
                 late += f"; the last of {counted(len(failed), 'failed request')}: {last}"
@@ -131,15 +131,17 @@ class Remote:
                 async with self._session.post(self._config.url, data=payload, allow_redirects=False) as response:
                     return await self._read(response)
         except TimeoutError:
-            late = f"no answer within {self._request_timeout_s} s"
+            late = f"no answer within {self._request_timeout_s} s (request_timeout_s)"
             raise MayPassError(self._error(late, FailureReason.TIMEOUT)) from None
         except aiohttp.ClientError as error:
             raise MayPassError(self._error(f"{type(error).__name__}: {error}")) from None
 
     async def _read(self, response: aiohttp.ClientResponse) -> object:
         if response.status != 200:
-            detail = await _read_body(response, _MAX_DETAIL_BYTES)
-            error = self._error(f"status {response.status}: {detail[:_MAX_DETAIL_BYTES].decode(errors='replace')}")
+            detail = self._text(await _read_body(response, _MAX_DETAIL_BYTES))
+            if to := response.headers.get("Location", "").partition("?")[0]:
+                detail = f"redirects are not followed, and this one leads to {to}: {detail}"
+            error = self._error(f"status {response.status}: {detail}")
             if response.status >= 500 or response.status in _MAY_PASS:
                 raise MayPassError(error, _retry_after_s(response.headers.get("Retry-After", "")))
             raise error
@@ -147,9 +149,17 @@ class Remote:
         if len(body) > MAX_RESPONSE_BYTES:
             raise self._error(f"an answer of more than {MAX_RESPONSE_BYTES} bytes")
         try:
-            return json.loads(body)
+            return json.loads(body.replace(self._key.encode(), b"***") if self._key else body)
         except (ValueError, RecursionError) as error:
-            raise self._error(f"not JSON: {error}") from None
+            why = f"{error}: {self._text(body)!r:.100}"
+            if encoding := response.headers.get("Content-Encoding"):
+                why = f"compressed ({encoding}), which was not asked for"
+            raise self._error(f"not JSON: {why}") from None
+
+    def _text(self, body: bytes) -> str:
+        """Returns the beginning of a body, without the key: servers often quote one that they reject."""
+        text = body.decode(errors="replace")
+        return (text.replace(self._key, "***") if self._key else text)[:_MAX_DETAIL_BYTES]
 
     async def _wait_for_turn(self) -> None:
         if self._config.requests_per_s is None:

@@ -227,12 +227,20 @@ def match_format(*, completion: str, pattern: str, **_: object) -> float:
 
 
 def extract_score(*, text: str, pattern: str) -> float:
-    """Returns the first group of the last match of `pattern` in `text`, as a number. `.` matches line breaks too."""
+    """Returns the first group of the last match of `pattern` in `text`, as a number. `.` matches line breaks too.
+
+    A part of a number is no score: `(\\d)` would read 1 in 10, `(\\d+)` 7 in 7.5, `.*(\\d+)` 0 in 10.
+    """
     # The last match counts, because a judge reasons and quotes before it gives its verdict.
     last = max(re.finditer(pattern, text, re.DOTALL), key=re.Match.start, default=None)
     if last is None:
         raise ScoringError(FailureReason.ERROR, f"score_pattern does not match the judge's answer {text[-200:]!r}")
     try:
-        return float(last[1])
+        score = float(last[1])
     except (TypeError, ValueError):
         raise ScoringError(FailureReason.ERROR, f"the judge's score {last[1]!r} is not a number") from None
+    begin, end = last.span(1)
+    if re.match(r"\.?\d", text[end : end + 2]) or re.search(r"\d\.?\Z", text[max(begin - 2, 0) : begin]):
+        detail = f"score_pattern takes only {last[1]!r} of a longer number in the judge's answer {text[-200:]!r}"
+        raise ScoringError(FailureReason.ERROR, detail)
+    return score

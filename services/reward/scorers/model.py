@@ -1,5 +1,6 @@
 """Scores with models: a reward model in a worker process, a judge behind a chat API, or a service behind HTTP."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -70,7 +71,7 @@ class JudgeScorer(Scorer):
         )
         self._pool = FunctionPool(target, num_workers=1, timeout_s=reward.timeout_s)
         settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
-        self.version = f"2/{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+        self.version = f"3/{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     async def open(self) -> None:
         await self._remote.open()
@@ -113,15 +114,16 @@ def _content(answer: Any) -> str:
         ScoringError: ERROR, if there is none.
         MayPassError: It was cut off, so a score in it may be one that the judge quotes.
     """
-    try:
+    choice = content = reason = None
+    with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
         choice = answer["choices"][0]
-        content, reason = choice["message"]["content"], choice.get("finish_reason")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        content = reason = None
-    if not isinstance(content, str):
-        raise ScoringError(FailureReason.ERROR, "the judge's answer has no choices[0].message.content")
+        reason, content = choice.get("finish_reason"), choice["message"]["content"]
     if reason in ("length", "content_filter"):
-        raise MayPassError(ScoringError(FailureReason.ERROR, f"the judge's answer was cut off: {reason}"))
+        hint = ": raise max_tokens, which limits its reasoning too" if reason == "length" else ""
+        raise MayPassError(ScoringError(FailureReason.ERROR, f"the judge's answer was cut off: {reason}{hint}"))
+    if not isinstance(content, str):
+        detail = f"the judge's answer has no choices[0].message.content: {choice or answer!r:.300}"
+        raise ScoringError(FailureReason.ERROR, detail)
     return after_reasoning(content)
 
 

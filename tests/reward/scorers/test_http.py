@@ -101,7 +101,7 @@ BOMB = gzip.compress(b" " * (64 << 20) + b"1")
     ("answer", "words"),
     [
         (web.Response(body=b" " * (MAX_RESPONSE_BYTES + 1)), "more than 4194304 bytes"),
-        (web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), "not JSON"),
+        (web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), "not JSON: compressed (gzip)"),
         (web.Response(body=b"1" * 5000), "not JSON"),
         (web.Response(body=b"\xff"), "not JSON"),
         (web.Response(status=302, headers={"Location": "http://127.0.0.2:1/"}), "status 302"),

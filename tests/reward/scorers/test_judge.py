@@ -51,7 +51,7 @@ async def test_the_request_has_the_texts_as_they_are_and_the_answers_number_is_s
     message = {"role": "user", "content": content + 'Reply with {"score": N}.'}
     assert end.bodies == [{"model": "judge-1", "messages": [message], "temperature": 0.5, "max_tokens": 9}]
     assert "Authorization" not in end.headers[0]
-    assert described.startswith("judge 2/judge-1/")
+    assert described.startswith("judge 3/judge-1/")
 
 
 async def test_the_version_follows_what_decides_the_score(open_run):
@@ -70,10 +70,14 @@ async def test_the_version_follows_what_decides_the_score(open_run):
         (chat(None), "no choices[0].message.content"),
         (web.json_response({"choices": []}), "no choices[0].message.content"),
         (web.json_response([1]), "no choices[0].message.content"),
-        (web.Response(text="<html>"), "not JSON"),
+        (
+            web.json_response({"error": {"message": "no credits"}}),
+            "message.content: {'error': {'message': 'no credits'}}",
+        ),
+        (web.Response(text="<html>"), "not JSON: Expecting value: line 1 column 1 (char 0): '<html>'"),
         (web.Response(text="[" * 100_000), "not JSON"),
         (web.Response(status=400, text="no such model"), "status 400: no such model"),
-        (web.Response(status=302, headers={"Location": "http://127.0.0.2/"}), "status 302"),
+        (web.Response(status=302, headers={"Location": "http://127.0.0.2/a?key=b"}), "leads to http://127.0.0.2/a: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -117,11 +121,25 @@ async def test_an_answer_that_says_no_score_is_asked_for_again(open_run, make_it
     assert words in outcome.failure.detail
 
 
-async def test_a_score_that_a_judge_quotes_before_its_answer_is_cut_off_is_none(open_run, make_item, pauses):
-    cut = {"finish_reason": "length", "message": {"content": "It claims 'Score: 10' for itself. Let me"}}
-    async with served(in_turn(web.json_response({"choices": [cut]}))) as end, open_run(judge(end.url)) as run:
+@pytest.mark.parametrize("said", ["It claims 'Score: 10' for itself. Let me", "", None])
+async def test_an_answer_that_was_cut_off_has_no_score(open_run, make_item, pauses, said):
+    cut = web.json_response({"choices": [{"finish_reason": "length", "message": {"content": said}}]})
+    async with served(in_turn(cut, chat("Score: 7"))) as end, open_run(judge(end.url)) as run:
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
+    async with served(in_turn(cut)) as end, open_run(judge(end.url, max_retries=0)) as run:
         (outcome,) = await run.score([make_item("a")])
-    assert "cut off: length" in outcome.failure.detail
+    assert "cut off: length: raise max_tokens" in outcome.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [(r"Score: (\d)", "Score: 10"), (r"Score: (\d+)", "Score: 7.5"), (r".*(\d+)", "10"), (r"(\d+)/10", "8.5/10")],
+)
+async def test_a_part_of_a_number_is_no_score(open_run, make_item, pauses, pattern, said):
+    replies = in_turn(chat(said), chat("Score: 7. Or: 7/10. 1, 2: 7"))
+    async with served(replies) as end, open_run(judge(end.url, score_pattern=pattern)) as run:
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
+    assert len(end.bodies) == 2
 
 
 @pytest.mark.parametrize(
@@ -199,7 +217,7 @@ async def test_the_last_failure_is_the_answer_when_retries_are_used_up(open_run,
     async with served(in_turn(None)) as end, open_run(judge(end.url, max_retries=1, request_timeout_s=0.1)) as run:
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(pauses)) == (FailureReason.TIMEOUT, 2)
-    assert "no answer within 0.1 s" in outcome.failure.detail
+    assert "no answer within 0.1 s (request_timeout_s)" in outcome.failure.detail
 
 
 async def test_a_late_request_is_tried_again(open_run, make_item, pauses):
@@ -221,7 +239,7 @@ async def test_a_sample_has_its_deadline_whatever_the_server_does(open_run, make
     async with served(in_turn(answer)) as end, open_run(judge(end.url, timeout_s=0.5)) as run:
         (outcome,) = await run.score([make_item("a")])
     assert outcome.failure.reason is FailureReason.TIMEOUT
-    assert outcome.failure.detail.endswith(f"no score within 0.5 s{why}")
+    assert outcome.failure.detail.endswith(f"no score within 0.5 s (timeout_s){why}")
 
 
 async def test_waiting_for_a_turn_costs_no_sample_its_deadline(open_run, make_item):
@@ -277,7 +295,7 @@ async def test_closing_the_run_ends_scores_in_progress_and_in_line(open_run, mak
 async def test_the_key_is_sent_and_seen_nowhere_else(open_run, make_item, tmp_path, caplog):
     key = "sk-0123456789abcdef"
     (tmp_path / "key").write_text(f"{key}\n")
-    replies = web.Response(status=500, text=f"odd key {key}"), web.Response(status=401, text=f"wrong key {key}")
+    replies = [web.Response(status=500, text=f"odd key {key}"), web.Response(status=401, text=f"wrong key {key}")]
     caplog.set_level(logging.DEBUG)
     async with served(in_turn(*replies)) as end, open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run:
         (outcome,) = await run.score([make_item("a")])
@@ -285,6 +303,18 @@ async def test_the_key_is_sent_and_seen_nowhere_else(open_run, make_item, tmp_pa
     assert [headers["Authorization"] for headers in end.headers] == [f"Bearer {key}"] * 2
     assert outcome.failure.detail.endswith("status 401: wrong key ***")
     assert key not in caplog.text + described + repr(outcome) + repr(run._config)
+
+
+@pytest.mark.parametrize(
+    "answer", [web.json_response({"error": "KEY"}), web.Response(status=401, text=" " * 290 + "KEY")]
+)
+async def test_an_answer_that_quotes_the_key_shows_no_part_of_it(open_run, make_item, tmp_path, answer):
+    key = "sk-0123456789abcdef"
+    (tmp_path / "key").write_text(key)
+    quoting = web.Response(status=answer.status, body=answer.body.replace(b"KEY", key.encode()))
+    async with served(in_turn(quoting)) as end, open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run:
+        (outcome,) = await run.score([make_item("a")])
+    assert "***" in outcome.failure.detail and key[:5] not in outcome.failure.detail
 
 
 @pytest.mark.parametrize(
