@@ -9,11 +9,13 @@ import pytest
 import torch
 from vllm.config.speculative import SpeculativeConfig
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import cpu_triton_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from services.common.config.rollout import (
     Eagle3SpeculationConfig,
@@ -23,6 +25,7 @@ from services.common.config.rollout import (
 )
 from services.rollout.arguments import RolloutConfig, engine_arguments
 from services.rollout.compat.vllm import scheduler
+from services.rollout.compat.vllm.client import register_kernels
 from services.rollout.compat.vllm.patches import copy_temperatures, expand
 
 
@@ -53,6 +56,16 @@ def test_vllm_takes_the_function_that_the_plugin_has_put_in_its_place(monkeypatc
     arguments = list(inspect.signature(expand).parameters)
     assert arguments[1:] == ["input_val", "cu_num_tokens", "replace_from", "replace_to", "MAX_NUM_TOKENS"]
     assert "expand_batch_to_tokens(\n        sampling_metadata.temperature" in inspect.getsource(rejection_sampler)
+
+
+def test_kernels_are_replaced_once_before_engines_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, replaced = "register_triton_kernel_overrides", []
+    monkeypatch.setattr(current_platform, name, lambda: replaced.append(cpu_triton_utils._expand_kernel_impl))
+    monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", None)
+    register_kernels()
+    current_platform.register_triton_kernel_overrides()  # as a fork does
+    assert replaced == [expand]  # not vLLM's own
+    assert f"current_platform.{name}()" in inspect.getsource(WorkerWrapperBase.init_worker)
 
 
 def test_the_scheduler_counts_each_draft_of_each_sample() -> None:
