@@ -109,6 +109,8 @@ class Outcome:
     """Metrics and version of the best saved step, if `checkpoint.keep_best` is set."""
     other_scorers: str = ""
     """How the scorers or the environment of the last evaluation differ from those of the first."""
+    is_start_better: bool = False
+    """Whether the evaluation before the first step was better than that of the best saved step."""
 
     @property
     def is_stopped(self) -> bool:
@@ -117,11 +119,15 @@ class Outcome:
 
     @classmethod
     def of(cls, run: Run[AnyConfig], version: int, num_steps: int, export_path: Path | None) -> Self:
-        evaluations, change = run.record.evaluations(), ""
+        evaluations, change, first = run.record.evaluations(), "", None
         if evaluations:
             first, last = int(evaluations[0]["version"]), int(evaluations[-1]["version"])
             change = change_between(run.record.ledger, first, last)
-        return cls(run.config.run_dir, version, num_steps, evaluations, export_path, run.checkpoints.best(), change)
+        best, by = run.checkpoints.best(), run.config.checkpoint.keep_best
+        is_start_better = bool(
+            best and by and not change and first == 0 and by.is_better(evaluations[0][by.metric], best[by.metric])
+        )
+        return cls(run.config.run_dir, version, num_steps, evaluations, export_path, best, change, is_start_better)
 
 
 def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number: str) -> None:
@@ -139,7 +145,9 @@ def show(outcome: Outcome, files: Mapping[str, str], console: Console, *, number
     is_there = {"model/": outcome.export_path, "evaluations/": outcome.evaluations}
     shown_files = {name: what for name, what in files.items() if is_there.get(name, True)}
     if outcome.best:
-        shown_files[f"checkpoints/step-{outcome.best['version']:06d}"] = "the best checkpoint, by checkpoint.keep_best"
+        but = ", but the starting model was better" if outcome.is_start_better else ""
+        what = f"the best checkpoint, by checkpoint.keep_best{but}"
+        shown_files[f"checkpoints/step-{outcome.best['version']:06d}"] = what
     done = f"{counted(outcome.version, 'step')} done."
     if outcome.is_stopped:
         so_far = f"{outcome.version} of {counted(outcome.num_steps, 'step')} done"

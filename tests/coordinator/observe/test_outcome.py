@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.coordinator.doctor.finding import Finding, show_findings
@@ -47,11 +48,12 @@ def test_only_what_the_run_has_written_is_named() -> None:
         assert "  batches/" in output.getvalue() and "model/" not in output.getvalue()
 
 
-def test_the_best_checkpoint_is_named() -> None:
-    output = io.StringIO()
-    outcome = Outcome(Path("runs/run"), 9, 9, [], None, {"version": 6, "eval/test/reward": 0.5})
+@pytest.mark.parametrize(("is_start_better", "more"), [(False, ""), (True, ", but the starting model was better")])
+def test_the_best_checkpoint_is_named(is_start_better: bool, more: str) -> None:
+    output, best = io.StringIO(), {"version": 6, "eval/test/reward": 0.5}
+    outcome = Outcome(Path("runs/run"), 9, 9, [], None, best, is_start_better=is_start_better)
     show(outcome, {"logs/": "logs"}, literal_console(file=output, width=80), number=".2f")
-    assert "  checkpoints/step-000006      the best checkpoint, by checkpoint.keep_best\n" in output.getvalue()
+    assert f"  checkpoints/step-000006      the best checkpoint, by checkpoint.keep_best{more}\n" in output.getvalue()
 
 
 def test_the_command_that_comes_next_can_be_copied() -> None:

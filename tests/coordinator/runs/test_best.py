@@ -114,6 +114,17 @@ async def test_evaluations_of_weights_that_the_run_has_left_do_not_count(opened:
     assert best and (best["version"], best[METRIC]) == (2, 0.6)
 
 
+@pytest.mark.parametrize(("values", "is_start_better"), [((0.9, 0.5, 0.4), True), ((0.1, 0.5, 0.9), False)])
+async def test_the_outcome_says_if_the_starting_model_was_better(
+    opened: Open, values: tuple[float, ...], is_start_better: bool
+) -> None:
+    run, trainer = opened(keep_best=METRIC), FakeTrainer()
+    run.finish_evaluation(0, {METRIC: values[0]})
+    for value in values[1:]:
+        await step(run, value, models=(trainer,))
+    assert Outcome.of(run, run.version, run.num_steps, None).is_start_better is is_start_better
+
+
 async def test_evaluations_by_other_scorers_do_not_count(opened: Open) -> None:
     run, trainer = opened(keep_best=METRIC, max_ckpts_to_keep=9), FakeTrainer()
     for scorer, value, expected in (("a", 0.9, 1), ("b", 0.5, 2), ("b", 0.6, 3), ("b", 0.4, 3), ("a", 0.8, 1)):
