@@ -198,6 +198,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
             return names[column]
         close = difflib.get_close_matches(column, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
+        if key == "data.answer_column":
+            hint += "; if no scorer reads the answers, name any column of text"
         has = f"only {', '.join(names)}" if names else "and no other"
         raise InvalidInput(f"{key}: {self.path} has no column {column}, {has}{hint}", field=key)
 
