@@ -33,7 +33,8 @@ def configure_logging(service: str, kind: LogFormat = "text") -> None:
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(formatter(kind, service))
     logging.basicConfig(level=logging.INFO, handlers=[to_stderr], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2", "mcp"):  # a line for each request, with its whole URL and what is secret in it
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def own_log() -> str:

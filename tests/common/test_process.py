@@ -167,3 +167,9 @@ def test_compiled_code_is_kept_where_doctor_looks_for_it() -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert done.stdout.split() == ["/caches/lockstep", "/caches/lockstep/vllm", "/own", "/caches/lockstep/torch"]
+
+
+def test_no_line_of_a_log_has_the_url_of_a_request():
+    enabled = "[logging.getLogger(name).isEnabledFor(logging.INFO) for name in ('services', 'httpx2', 'mcp.client')]"
+    program = f"import logging, services.common.process as p; p.configure_logging('reward'); print({enabled})"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[True, False, False]\n"
