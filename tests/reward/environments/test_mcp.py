@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from pydantic import ValidationError
 
 from services.common.config.environment import McpToolConfig
 from services.common.errors import InvalidInput
 from tests.reward.environments.test_tools import failure, hermes, texts
+from tests.reward.remote_end import served
 from tests.support import descendants, free_port, running, still_there
 
 pytest.importorskip("mcp")
@@ -127,6 +129,28 @@ async def test_an_error_that_the_server_answers_is_told_to_the_policy(service):
         answer = await service.step(turn, hermes("reject", code=code) + hermes("add", a=1, b=2))
         first, second = [text for _, _, text in texts(answer)]
         assert first.startswith("error: ") and "the table is locked" in first and second == "3"
+
+
+async def test_a_server_that_refuses_a_request_has_failed_and_not_the_policy(service):
+    server = {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "tiny", "version": "1.2"}}
+    results = {"initialize": server, "tools/list": {"tools": [{"name": "add", "inputSchema": {"type": "object"}}]}}
+
+    async def reply(asked: dict, _request: web.Request) -> web.Response:
+        if "id" not in asked:
+            return web.Response(status=202)
+        if asked["method"] in results:
+            return web.json_response({"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]})
+        return web.Response(status=503)
+
+    async with served(reply) as end:
+        await open_run(service, {"kind": "mcp", "url": end.url})
+        await service.reset()
+        answer = await service.step(0, hermes("add"))
+        assert failure(answer) == "CRASHED" and answer.failure.message.endswith("(status 503)")
+        await service.close_run()
+        results.clear()
+        with pytest.raises(InvalidInput, match=r"\(status 503\)"):
+            await service.open(kind="tools", tools=[{"kind": "mcp", "url": end.url}])
 
 
 async def test_a_closed_run_leaves_no_process(service):

@@ -20,6 +20,7 @@ from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringErro
 from services.reward.remote import read_key
 
 if TYPE_CHECKING:
+    import httpx2
     from mcp import ClientSession
     from mcp.types import ContentBlock, Implementation, Tool
 
@@ -39,6 +40,8 @@ class Connection:
         self._session: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._requests: set[asyncio.Future[Any]] = set()
+        self.refusal = ""
+        """The last HTTP status with which a message was refused."""
         self._holding = asyncio.create_task(self._keep_session())
 
     async def ask(self, request: Callable[[ClientSession], Awaitable[Answer]]) -> Answer:
@@ -65,7 +68,8 @@ class Connection:
         if answer.done():
             return answer.result()
         if self._holding.done():
-            raise failed(EnvironmentFailure.CRASHED, describe_error(self._config, self._holding.exception()))
+            detail = describe_error(self._config, self._holding.exception()) + self.refusal
+            raise failed(EnvironmentFailure.CRASHED, detail)
         raise failed(EnvironmentFailure.TIMEOUT, f"{self._config.place}: no answer within {timeout_s:g} s")
 
     async def _keep_session(self) -> None:
@@ -81,10 +85,9 @@ class Connection:
         if self._config.url:
             from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-            async with (
-                create_mcp_http_client(self._headers) as client,
-                streamable_http_client(self._config.url, http_client=client) as streams,
-            ):
+            client = create_mcp_http_client(self._headers)
+            client.event_hooks = {"response": [self._note_refusal]}
+            async with client, streamable_http_client(self._config.url, http_client=client) as streams:
                 yield streams
         else:
             from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -92,6 +95,11 @@ class Connection:
             command, *arguments = self._config.command
             async with stdio_client(StdioServerParameters(command=command, args=arguments, env=self._env)) as streams:
                 yield streams
+
+    async def _note_refusal(self, response: httpx2.Response) -> None:
+        # 400 and 404 may be the policy's: servers may answer with them that a call has wrong arguments.
+        if response.request.method == "POST" and response.is_error and response.status_code not in (400, 404):
+            self.refusal = f" (status {response.status_code})"
 
 
 def failed(reason: EnvironmentFailure, detail: str) -> EpisodeError:
@@ -157,16 +165,19 @@ class McpTools:
     async def call(self, call: ToolCall) -> str:
         """Raises BadArgumentsError if the server says that the call was wrong, EpisodeError if it failed."""
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
+        from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
 
         connection = self._connected()
         try:
             result = await connection.ask(lambda session: session.call_tool(call.name, dict(call.arguments)))
         except MCPError as error:
-            if error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT):
+            broken = [CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT]
+            broken += [INTERNAL_ERROR] if connection.refusal else []  # such as of a gateway that is overloaded
+            if error.code not in broken:
                 raise BadArgumentsError(self._cut(error.message)) from error  # the server lives, and says no
             self._replace(connection)
-            raise failed(EnvironmentFailure.CRASHED, f"{self._config.place}: {error.message}") from error
+            detail = f"{self._config.place}: {error.message}{connection.refusal}"
+            raise failed(EnvironmentFailure.CRASHED, detail) from error
         except EpisodeError:
             self._replace(connection)
             raise
