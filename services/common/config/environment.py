@@ -235,13 +235,16 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
     kind: Literal["openenv"] = "openenv"
     """Play an environment of an OpenEnv server, over its WebSocket protocol. One connection is one episode."""
     url: str = Field(pattern=r"^wss?://")
-    """Address of the server, such as ws://127.0.0.1:8000/ws."""
+    """Address of the server, such as ws://127.0.0.1:8000/ws. Errors name it without its query."""
     action_field: str = "message"
     """Field of the action that gets the policy's text."""
     observation_field: str = ""
     """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
     max_concurrent: int = Field(default=128, ge=1, le=65536)
     """Maximum number of open connections. Further episodes wait, and waiting does not count toward turn_s."""
+
+    def check_rules(self) -> None:
+        check_url(self.url.replace("ws", "http", 1))
 
     @property
     def longest_reply_s(self) -> float:

@@ -48,7 +48,7 @@ class OpenEnvironment(Environment):
             async with asyncio.timeout(self._config.turn_s):
                 await (await self._connect()).close()
         except TimeoutError:
-            raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url} does not answer") from None
+            raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url.partition('?')[0]} does not answer") from None
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         with off_the_clock():
@@ -91,7 +91,10 @@ class OpenEnvironment(Environment):
             socket = await self._session.ws_connect(self._config.url, timeout=timeout, max_msg_size=MAX_ANSWER_BYTES)
             return Connection(socket)
         except (aiohttp.ClientError, OSError) as error:
-            detail = f"no connection to {self._config.url}: {type(error).__name__} {error}"
+            why = f"{type(error).__name__} {error}"
+            if isinstance(error, aiohttp.WSServerHandshakeError):  # whose text has the whole URL
+                why = f"status {error.status}; the WebSocket of an OpenEnv server is at /ws"
+            detail = f"no connection to {self._config.url.partition('?')[0]}: {why}"
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
 
     def _read(self, data: JsonMapping) -> tuple[Message, float, bool]:

@@ -175,3 +175,13 @@ async def test_waiting_for_a_connection_is_no_timeout(server, service):
 async def test_a_server_that_is_not_there_is_refused_when_the_run_opens(server, service, unused_tcp_port):
     with raises(InvalidInput, reason=Reason.INVALID_CONFIG, field="environment"):
         await service.open(kind="openenv", url=f"ws://127.0.0.1:{unused_tcp_port}/ws", num_workers=None)
+
+
+async def test_an_address_without_a_websocket_is_refused_and_its_key_is_not_shown(server, service):
+    with pytest.raises(InvalidInput, match=r"no connection to .*/web: status 404; .* is at /ws$"):
+        await service.open(kind="openenv", url=f"{server.url[:-3]}/web?key=hidden", num_workers=None)
+
+
+async def test_a_key_in_the_address_is_refused(service):
+    with pytest.raises(InvalidInput, match="must not contain credentials"):
+        await service.open(kind="openenv", url="ws://me:key@far:8000/ws", num_workers=None)
