@@ -203,8 +203,10 @@ class JudgeConfig(RemoteConfig):
 
     def check_rules(self) -> None:
         super().check_rules()
-        if self.url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"url: must be that of chat completions itself: {self.url.rstrip('/')}/chat/completions")
+        path = urlsplit(self.url).path.rstrip("/")
+        if not path or path.endswith("/v1"):
+            url = self.url.partition("?")[0].rstrip("/") + ("" if path else "/v1")
+            raise ValueError(f"url: must be that of chat completions itself: {url}/chat/completions")
         if "completion" not in [field for _, field in parse_template(self.template)]:
             raise ValueError("template: must have the field {completion}; without it all samples look the same")
         try:
