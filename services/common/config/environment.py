@@ -239,7 +239,7 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
     action_field: str = "message"
     """Field of the action that gets the policy's text."""
     observation_field: str = ""
-    """Field of the observation that is shown to the policy. By default, the whole observation as JSON."""
+    """Field of the observation that the policy is shown. By default, all of it as JSON, but for its `metadata`."""
     max_concurrent: int = Field(default=128, ge=1, le=65536)
     """Maximum number of open connections. Further episodes wait, and waiting does not count toward turn_s."""
 

@@ -1,4 +1,4 @@
-"""Plays environments of an OpenEnv server (openenv-core 0.3), over its WebSocket protocol.
+"""Plays environments of an OpenEnv server (openenv-core 0.3, openenv 0.10), over its WebSocket protocol.
 
 -> {"type": "reset", "data": {"seed": 7, "episode_id": "..."}}
 <- {"type": "observation", "data": {"observation": {...}, "reward": null, "done": false}}
@@ -34,7 +34,7 @@ class OpenEnvironment(Environment):
     The protocol has no version of the environment, so a server that was changed needs a new run.
     """
 
-    version = "1"
+    version = "2"
 
     def __init__(self, config: OpenEnvEnvironmentConfig):
         self._config = config
@@ -103,7 +103,8 @@ class OpenEnvironment(Environment):
             raise _failed(EnvironmentFailure.INVALID_REPLY, f"no observation and done: {data!r}")
         if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
             raise _failed(EnvironmentFailure.INVALID_REPLY, f"a reward must be a finite number, not {reward!r}")
-        shown: object = observation
+        # Metadata is not for the policy, and may have the answer. Servers since openenv 0.10 send it.
+        shown: object = {key: value for key, value in observation.items() if key != "metadata"}
         if field := self._config.observation_field:
             if field not in observation:
                 detail = f"the observation has no {field}, but {', '.join(observation)}"
@@ -145,11 +146,13 @@ def _parse(answer: str) -> JsonMapping:
         kind, data = content["type"], content["data"]
         if kind == "observation" and isinstance(data, dict):
             return data
-        code, detail = data["code"], data["message"]
+        code, detail = data["code"], f"{data['message']} {data.get('errors', '')}".strip()  # errors name the fields
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         detail = f"neither an observation nor an error: {answer}"
         raise _failed(EnvironmentFailure.INVALID_REPLY, detail) from error
     reason = EnvironmentFailure.REFUSED if code in _REFUSED else EnvironmentFailure.CRASHED
+    if code == "CAPACITY_REACHED":
+        detail += " Set environment.max_concurrent to what it takes (its max_concurrent_envs)."
     raise _failed(reason, f"the server says {code}: {detail}")
 
 

@@ -13,6 +13,7 @@ from services.reward.environments import openenv
 from tests.support import PATIENCE_S, raises
 
 CAPACITY = {"type": "error", "data": {"message": "8 of 8 sessions", "code": "CAPACITY_REACHED"}}
+WRONG = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
 BROKE = {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}
 
 
@@ -75,7 +76,7 @@ async def server() -> AsyncIterator[Server]:
 
 async def open_run(server, service: Server, **settings: object) -> None:
     opened = await service.open(kind="openenv", url=server.url, num_workers=None, **settings)
-    assert opened.environment == "openenv 1" and list(opened.roles) == ["user"]
+    assert opened.environment == "openenv 2" and list(opened.roles) == ["user"]
     server.seen.clear()
 
 
@@ -102,9 +103,9 @@ async def test_an_episode_is_a_connection(server, service):
     assert server.num_open == 0
 
 
-async def test_the_whole_observation_is_shown_by_default(server, service):
+async def test_the_whole_observation_is_shown_by_default_but_for_its_metadata(server, service):
     await open_run(server, service)
-    server.answer = lambda message: observation({"a": "é", "b": [1]})
+    server.answer = lambda message: observation({"a": "é", "metadata": {"answer": 42}, "b": [1]})
     assert (await service.reset()).messages[0].content == '{"a": "é", "b": [1]}'
 
 
@@ -134,6 +135,19 @@ async def test_a_server_that_fails_is_never_a_reward(server, service, answer, re
     await server.closed.wait()
     server.answer = lambda message: observation()
     assert not failure(await service.reset("other"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (CAPACITY, "8 of 8 sessions Set environment.max_concurrent"),
+        ({"type": "error", "data": WRONG | {"errors": [{"loc": ["guess"]}]}}, "Invalid message [{'loc': ['guess']}]"),
+    ],
+)
+async def test_a_refusal_says_what_to_change(server, service, answer, words):
+    await open_run(server, service)
+    server.answer = lambda message: answer
+    assert words in (await service.reset()).failure.message
 
 
 async def test_pings_are_answered_while_the_policy_thinks(server, service):
