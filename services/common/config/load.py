@@ -1,5 +1,6 @@
 """Builds a validated config from YAML files and dotted overrides, with errors that a person can act on."""
 
+import functools
 import json
 import os
 import re
@@ -36,6 +37,11 @@ def open_tables(model: type[BaseModel], at: str = "") -> Iterator[str]:
         if origin not in (dict, tuple):
             for option in nested:
                 yield from open_tables(option, f"{path}.")
+
+
+@functools.cache  # or it would take a quarter of the time of each load
+def _open_paths(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(open_tables(model))
 
 
 def is_replaced(path: str, before: Mapping[str, object], value: object, open_paths: Collection[str]) -> bool:
@@ -84,7 +90,7 @@ def read(model: type[BaseModel], args: Sequence[str]) -> tuple[Table, dict[str, 
     Tables are merged key by key. One of several kinds is replaced by one of another kind, and a table of entries with
     free names by an empty one.
     """
-    merged = _Merged(frozenset(open_tables(model)), {}, {})
+    merged = _Merged(_open_paths(model), {}, {})
     for arg in args:
         if is_override(arg):
             merged.add(merged.tree, _parse_override(arg), source="command line")
