@@ -43,6 +43,7 @@ def _improper(found: re.Match[str]) -> str:
 
 
 _BOLD = r"\\(?:mathbf|boldsymbol|bm)"
+_ARROW = r"\\(?:hat|vec|overrightarrow)"
 _LETTER = r"\\(?:pi|phi|theta|alpha|beta|gamma|lambda|mu|omega)(?![A-Za-z])"
 _BRACED = r"\{(?:[^{}]|\{[^{}]*\})*+\}"
 _ARGUMENT = rf"\s*(?:{_BRACED}|[0-9A-Za-z])"
@@ -60,11 +61,8 @@ _REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\s*"), ""),
     (re.compile(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm|in|mu|px)\s*\]"), " "),  # space behind a row
     # The parser takes bold letters as units, and drops everything from the first to the last.
-    (re.compile(rf"\\(?:hat|vec)\s*\{{\s*({_BOLD}\s*\{{[a-z]\}})\s*\}}"), r"\1"),
-    (
-        re.compile(rf"(?:{_BOLD}|\\(?:hat|vec))(?:\s*\{{\s*\\?([a-z])(?:math)?\s*\}}|\s+([a-z])(?![A-Za-z]))"),
-        r"\\vec{\1\2}",
-    ),
+    (re.compile(rf"{_ARROW}\s*\{{\s*({_BOLD}\s*\{{[a-z]\}})\s*\}}"), r"\1"),
+    (re.compile(rf"(?:{_BOLD}|{_ARROW})(?:\s*\{{\s*\\?([a-z])(?:math)?\s*\}}|\s+([a-z])(?![A-Za-z]))"), r" \1\2"),
     (re.compile(r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|boldsymbol|bm)(?![A-Za-z])"), " "),
     (re.compile(r"\^\s*-\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z])"), r"^{-\1}"),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
@@ -201,9 +199,14 @@ _WORD = re.compile(r"[A-Z]{3,}|[A-Za-z]{4,}")
 
 
 def same_words(one: str, other: str) -> bool | None:
-    """Returns whether two words, such as CAB, are the same; None if one may be a product of letters, such as xyz."""
+    """Returns whether two words, such as CAB, are the same; None if they may be products of letters, such as
+    xyz, or abcd and bacd."""
     plain = [_WRAPPED.sub(r"\1", text).strip() for text in (one, other)]
-    return plain[0].casefold() == plain[1].casefold() if all(map(_WORD.fullmatch, plain)) else None
+    if not all(map(_WORD.fullmatch, plain)) or (
+        plain[0] != plain[1] and all(map(str.islower, plain)) and sorted(plain[0]) == sorted(plain[1])
+    ):
+        return None
+    return plain[0].casefold() == plain[1].casefold()
 
 
 def time_of_day(text: str) -> tuple[int, int, str] | None:
