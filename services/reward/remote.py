@@ -21,6 +21,7 @@ from services.reward.errors import FailureReason, ScoringError
 MAX_RESPONSE_BYTES = 4 << 20
 _MAX_KEY_BYTES = 64 << 10
 _MAX_DETAIL_BYTES = 300
+_MIN_KEY_CHARS = 8  # of one that is hidden; x or null, for a server that reads none, may be in any answer
 _MAY_PASS = frozenset({408, 429})  # Request Timeout and Too Many Requests
 Reader = Callable[[object], Awaitable[object]]
 
@@ -54,7 +55,7 @@ class Remote:
         self._config, self._timeout_s, self._request_timeout_s = config, timeout_s, request_timeout_s
         self._context = context
         self._host = urlsplit(config.url).netloc
-        self._key = ""
+        self._key = self._secret = ""
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._next_request_at = 0.0
@@ -65,6 +66,7 @@ class Remote:
         """Reads the key and sends nothing. Raises ScoringError if the key cannot be read."""
         if self._config.api_key_file:
             self._key = await asyncio.to_thread(read_key, Path(self._config.api_key_file))
+            self._secret = self._key if len(self._key) >= _MIN_KEY_CHARS else ""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         self._session = aiohttp.ClientSession(
             headers=headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
@@ -149,7 +151,7 @@ class Remote:
         if len(body) > MAX_RESPONSE_BYTES:
             raise self._error(f"an answer of more than {MAX_RESPONSE_BYTES} bytes")
         try:
-            return json.loads(body.replace(self._key.encode(), b"***") if self._key else body)
+            return json.loads(body.replace(self._secret.encode(), b"***") if self._secret else body)
         except (ValueError, RecursionError) as error:
             why = f"{error}: {self._text(body)!r:.100}"
             if encoding := response.headers.get("Content-Encoding"):
@@ -159,7 +161,7 @@ class Remote:
     def _text(self, body: bytes) -> str:
         """Returns the beginning of a body, without the key: servers often quote one that they reject."""
         text = body.decode(errors="replace")
-        return (text.replace(self._key, "***") if self._key else text)[:_MAX_DETAIL_BYTES]
+        return (text.replace(self._secret, "***") if self._secret else text)[:_MAX_DETAIL_BYTES]
 
     async def _wait_for_turn(self) -> None:
         if self._config.requests_per_s is None:
@@ -175,7 +177,7 @@ class Remote:
 
     def _error(self, detail: str, reason: FailureReason = FailureReason.ERROR) -> ScoringError:
         # Servers often quote a key that they reject.
-        detail = detail.replace(self._key, "***") if self._key else detail
+        detail = detail.replace(self._secret, "***") if self._secret else detail
         return ScoringError(reason, f"{self._host}: {detail}")
 
 

@@ -317,6 +317,15 @@ async def test_an_answer_that_quotes_the_key_shows_no_part_of_it(open_run, make_
     assert "***" in outcome.failure.detail and key[:5] not in outcome.failure.detail
 
 
+async def test_a_word_in_place_of_a_key_changes_no_answer(open_run, make_item, tmp_path):
+    (tmp_path / "key").write_text("e")
+    async with (
+        served(in_turn(chat("Score: 7"))) as end,
+        open_run(judge(end.url, api_key_file=str(tmp_path / "key"))) as run,
+    ):
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [(None, "No such file"), (b"", "one key"), (b"a b", "one key"), (b"a\r\nX-Evil: 1", "one key"), (b"\xff", "ASCII")],
