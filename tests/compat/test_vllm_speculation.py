@@ -24,7 +24,7 @@ from services.common.config.rollout import (
     SuffixSpeculationConfig,
 )
 from services.rollout.arguments import RolloutConfig, engine_arguments
-from services.rollout.compat.vllm import scheduler
+from services.rollout.compat.vllm import client, scheduler
 from services.rollout.compat.vllm.client import register_kernels
 from services.rollout.compat.vllm.patches import copy_temperatures, expand
 
@@ -66,6 +66,8 @@ def test_kernels_are_replaced_once_before_engines_are_forked(monkeypatch: pytest
     current_platform.register_triton_kernel_overrides()  # as a fork does
     assert replaced == [expand]  # not vLLM's own
     assert f"current_platform.{name}()" in inspect.getsource(WorkerWrapperBase.init_worker)
+    monkeypatch.setattr(client, "current_platform", None)  # as of a vLLM that replaces no kernels
+    register_kernels()
 
 
 def test_the_scheduler_counts_each_draft_of_each_sample() -> None:

@@ -160,6 +160,8 @@ def register_kernels() -> None:
 
     Reason: each engine would look through all modules for them, which takes half of its start. Seen with vLLM 0.32.0.
     """
+    if not hasattr(type(current_platform), "register_triton_kernel_overrides"):
+        return  # an earlier vLLM, whose platform has None for any name
     copy_temperatures()  # one of these functions is ours
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None
