@@ -1,18 +1,19 @@
 """Makes the consoles of all commands, and fits tables to them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from services.common.telemetry.trace import inert
 
 
 class _Inert(Console):
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Prints texts without characters that would control the terminal: errors quote files and models."""
-        super().print(*(inert(one) if isinstance(one, str) else one for one in objects), **options)
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Shows no character of a text or a table that would control the terminal: they quote files and models."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else inert(text), style, control)
 
 
 literal_console = partial(_Inert, markup=False, emoji=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
+from rich.table import Table
 
 from services.coordinator.doctor.finding import Finding, show_findings
 from services.coordinator.observe.console import literal_console
@@ -64,5 +65,8 @@ def test_the_command_that_comes_next_can_be_copied() -> None:
 
 def test_a_message_cannot_control_the_terminal():
     output = io.StringIO()
-    literal_console(file=output, width=80).print("no\x1b[31m name\u202e é\n", soft_wrap=True)
+    console, table = literal_console(file=output, width=80), Table("\x1b[2Jcell")
+    console.print("no\x1b[31m name\u202e é\n", soft_wrap=True)
     assert output.getvalue() == "no\ufffd[31m name\ufffd é\n\n"
+    console.print(table)
+    assert "\ufffd[2Jcel" in output.getvalue()
