@@ -84,7 +84,9 @@ class FailureLog:
                 effect = self._effects[ENVIRONMENT if is_episode else "scorer"]
                 if is_evaluation:
                     effect = "a sample without a reward counts as 0"
-                failed = "failures of episodes, those played again included" if is_episode else "prompts with failed samples"
+                failed = (
+                    "failures of episodes, also of those played again" if is_episode else "prompts with failed samples"
+                )
                 log.warning("%s: %d %s (%s): %s", what, number, failed, effect, cause)
 
 

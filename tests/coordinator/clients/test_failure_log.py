@@ -75,7 +75,7 @@ async def test_an_evaluation_whose_environment_always_fails_names_it(caplog: pyt
     first, count = shown(caplog)
     assert first.endswith(cause)
     counts_as = "a sample without a reward counts as 0"
-    assert count == f"evaluation of math: 6 failures of episodes, those played again included ({counts_as}): {cause}"
+    assert count == f"evaluation of math: 6 failures of episodes, also of those played again ({counts_as}): {cause}"
 
 
 def test_causes_differ_by_the_class_of_the_exception(caplog: pytest.LogCaptureFixture):
