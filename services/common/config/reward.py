@@ -203,8 +203,8 @@ class JudgeConfig(RemoteConfig):
 
     def check_rules(self) -> None:
         super().check_rules()
-        path = urlsplit(self.url).path.rstrip("/")
-        if not path or path.endswith("/v1"):
+        path = urlsplit(self.url).path
+        if not path or path.rstrip("/").endswith("/v1"):  # a path of / is meant
             url = self.url.partition("?")[0].rstrip("/") + ("" if path else "/v1")
             raise ValueError(f"url: must be that of chat completions itself: {url}/chat/completions")
         if "completion" not in [field for _, field in parse_template(self.template)]:

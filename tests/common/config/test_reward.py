@@ -23,6 +23,10 @@ JUDGE = {
 }  # fmt: skip
 
 
+def test_a_judge_may_be_at_the_root_of_its_host():
+    assert parse([JUDGE | {"url": "https://judge.example/"}]).scorers[0].component == "judge"
+
+
 def test_names_default_to_the_kind_and_weights_to_one():
     config = parse([{"kind": "math"}, {"kind": "length", "target_tokens": 5, "max_tokens": 9, "weight": 0.1}])
     assert [scorer.component for scorer in config.scorers] == ["math", "length"]
