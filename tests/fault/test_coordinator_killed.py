@@ -34,7 +34,8 @@ def interrupted(run: LockstepRun, number: int = signal.SIGINT) -> tuple[int, dic
 
 def test_a_killed_coordinator_takes_its_services_with_it(workspace: Path):
     with ExecutedRun(workspace) as run:
-        run.until(lambda: run.has("saved", 2), "a checkpoint")
+        # With its evaluation, which the next test's run would else begin with, and end in place of a step.
+        run.until(lambda: run.has("saved", 2) and run.has("evaluated", 2), "a checkpoint")
         below = run.below()
         assert len(below) >= 7  # the trainer's launcher and 2 ranks, rollout and its engine, reward and its worker
         run.process.kill()
