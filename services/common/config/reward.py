@@ -167,8 +167,7 @@ class RemoteConfig(BaseScorerConfig):
     max_retries: int = Field(default=4, ge=0, le=20)
     """Maximum number of retries after a temporary failure, with exponential backoff from 0.5 s to 30 s."""
     requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Maximum number of requests per second, including retries; null is no limit. Each reward replica has its own
-    limit."""
+    """Maximum number of requests per second of each reward replica, including retries; null is no limit."""
     max_concurrent: int = Field(default=16, ge=1, le=1024)
     """Maximum number of scores (kind http: prompt groups) in progress. Others wait, and their timeout_s starts only
     when the wait ends."""
@@ -198,6 +197,8 @@ class JudgeConfig(RemoteConfig):
     """Sampling temperature of the judge; null uses the server's default."""
     max_tokens: int | None = Field(default=1024, ge=1)
     """Maximum tokens of the judge's answer; null uses the server's default."""
+    extra_body: Table = Field(default_factory=dict)
+    """More keys of the request, such as {chat_template_kwargs: {enable_thinking: false}} or {reasoning_effort: low}."""
     request_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Time limit in seconds for one request; a request that takes longer is retried."""
 
@@ -207,6 +208,8 @@ class JudgeConfig(RemoteConfig):
         if not path or path.rstrip("/").endswith("/v1"):  # a path of / is meant
             url = self.url.partition("?")[0].rstrip("/") + ("" if path else "/v1")
             raise ValueError(f"url: must be that of chat completions itself: {url}/chat/completions")
+        if ours := {"model", "messages", "temperature", "max_tokens", "stream", "n"} & self.extra_body.keys():
+            raise ValueError(f"extra_body: must not have {min(ours)}, which Lockstep sets by itself")
         if "completion" not in [field for _, field in parse_template(self.template)]:
             raise ValueError("template: must have the field {completion}; without it all samples look the same")
         try:

@@ -87,7 +87,8 @@ class JudgeScorer(Scorer):
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
-        return await self._remote.post({key: value for key, value in request.items() if value is not None}, self._read)
+        set_keys = {key: value for key, value in request.items() if value is not None}
+        return await self._remote.post(set_keys | self._config.extra_body, self._read)
 
     async def _read(self, answer: object) -> float:
         """Returns the score in the judge's text. If there is none, or one out of range, the judge is asked again."""

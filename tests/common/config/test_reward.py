@@ -62,6 +62,7 @@ def test_a_kind_may_be_used_twice_under_two_names():
         ([HTTP | {"api_key": "sk-1"}], "api_key"),
         ([JUDGE | {"url": "https://judge.example/v1/"}], "itself: https://judge.example/v1/chat/completions"),
         ([JUDGE | {"url": "https://judge.example"}], "itself: https://judge.example/v1/chat/completions"),
+        ([JUDGE | {"extra_body": {"stream": True}}], "extra_body: must not have stream"),
         ([JUDGE | {"template": "{prompt}"}], "must have the field {completion}"),
         ([JUDGE | {"template": "{completion.__class__}"}], "got {completion.__class__}"),
         ([JUDGE | {"template": "{completion} {0}"}], "got {0}"),

@@ -40,16 +40,17 @@ def in_turn(*replies: web.Response | None):
 async def test_the_request_has_the_texts_as_they_are_and_the_answers_number_is_scaled(open_run, make_item):
     hostile = "{answer} {{ {0} {completion.__class__} %s $answer \\1 }"
     item = make_item(hostile, "{prompt}", prompt="{completion}", extra={"a": "{extra}", "é": [1]})
+    more = {"chat_template_kwargs": {"enable_thinking": False}}
     async with (
         served(in_turn(chat("quoting Score: 1\nscore\nScore: 7"))) as end,
-        open_run(judge(end.url, scale=0.1, temperature=0.5, max_tokens=9)) as run,
+        open_run(judge(end.url, scale=0.1, temperature=0.5, max_tokens=9, extra_body=more)) as run,
     ):
         (outcome,) = await run.score([item])
         described = run.scorer
     assert outcome.components == {"judge": pytest.approx(0.7, abs=1e-12)}
     content = f'Q: {{completion}}\nGold: {{prompt}}\nMeta: {{"a": "{{extra}}", "é": [1]}}\nA: {hostile}\n'
     message = {"role": "user", "content": content + 'Reply with {"score": N}.'}
-    assert end.bodies == [{"model": "judge-1", "messages": [message], "temperature": 0.5, "max_tokens": 9}]
+    assert end.bodies == [{"model": "judge-1", "messages": [message], "temperature": 0.5, "max_tokens": 9, **more}]
     assert "Authorization" not in end.headers[0]
     assert described.startswith("judge 3/judge-1/")
 
