@@ -16,6 +16,7 @@ from contextlib import ExitStack, chdir, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch  # noqa: F401 before anything in this process imports transformers without it, as the coordinator does
 import yaml
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc

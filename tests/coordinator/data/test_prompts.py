@@ -298,11 +298,7 @@ class TestBadInput:
         ("columns", "keys", "message"),
         [
             ({"promt": ["a"], "answer": ["b"]}, {}, "has no column prompt, only promt, answer; did you mean promt"),
-            (
-                {"prompt": ["a"], "gold": ["b"]},
-                {},
-                r"data\.answer_column: .*no column answer, only prompt, gold; if no scorer reads .* column of text$",
-            ),
+            ({"prompt": ["a"], "gold": ["b"]}, {}, r"^data\.answer_column: .*only prompt, gold; if .* any column of"),
             ({"prompt": ["a"], "answer": ["b"]}, {"extra_columns": ["x"]}, r"data\.extra_columns: .*no column x"),
             ({"prompt": [1], "answer": ["b"]}, {}, r"prompt of .* is int64, not text or a list of \{role, content\}"),
             ({"prompt": [["a"]], "answer": ["b"]}, {}, r"prompt of .* not text or a list"),
