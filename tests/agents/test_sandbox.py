@@ -183,6 +183,13 @@ async def test_a_program_is_filled_in_once_and_its_setup_runs_before():
             await stage.play()
 
 
+async def test_a_program_that_a_signal_ends_fails_even_if_it_says_nothing(program):
+    source = "ask('x')\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    async with staged(lambda text, seed: "hi", **program(f"import signal\n{source}")) as stage:
+        with pytest.raises(EpisodeFailed, match=r"ended by signal 9: its standard error is empty$"):
+            await stage.play()
+
+
 async def test_a_program_that_breaks_before_its_first_call_fails_with_what_it_says(program):
     async with staged(lambda text, seed: "hi", **program("import no_such_package")) as stage:
         with pytest.raises(EpisodeFailed, match=r"(?s)never called .*No module named 'no_such_package'$"):

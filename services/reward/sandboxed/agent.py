@@ -95,6 +95,9 @@ class _Child:
                     self.ended.set_result(self._process.returncode)
 
 
+_SILENT = "its standard error is empty"
+
+
 async def _run(job: Job) -> Job:
     stopped = asyncio.create_task(_read(os.fdopen(os.dup(0), "rb"), bytearray(), 1))  # ends with the input
     try:
@@ -105,12 +108,12 @@ async def _run(job: Job) -> Job:
         if job["setup"]:
             code, _, errors = await _execute(job["setup"], job, stopped)
             if code:
-                return {"error": f"setup ended with exit code {code}: {errors}"}
+                return {"error": f"setup ended with exit code {code}: {errors or _SILENT}"}
         code, text, errors = await _execute(job["command"], job, stopped)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the command
         return {"error": f"{type(error).__name__}: {error}"}
     if code < 0 and not stopped.done():
-        return {"error": f"the program was ended by signal {-code}: {errors}"}
+        return {"error": f"the program was ended by signal {-code}: {errors or _SILENT}"}
     files = dict(_collect(job["collect"], job["max_files_bytes"]))
     return {"exit_code": code, "text": text, "errors": errors, "files": files}
 
