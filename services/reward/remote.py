@@ -140,7 +140,8 @@ class Remote:
 
     async def _read(self, response: aiohttp.ClientResponse) -> object:
         if response.status != 200:
-            detail = self._text(await _read_body(response, _MAX_DETAIL_BYTES))
+            body = self._hide_key(await _read_body(response, _MAX_DETAIL_BYTES))
+            detail = body.decode(errors="replace")[:_MAX_DETAIL_BYTES]
             if to := response.headers.get("Location", "").partition("?")[0]:
                 detail = f"redirects are not followed, and this one leads to {to}: {detail}"
             error = self._error(f"status {response.status}: {detail}")
@@ -150,18 +151,18 @@ class Remote:
         body = await _read_body(response, MAX_RESPONSE_BYTES)
         if len(body) > MAX_RESPONSE_BYTES:
             raise self._error(f"an answer of more than {MAX_RESPONSE_BYTES} bytes")
+        body = self._hide_key(body)
         try:
-            return json.loads(body.replace(self._secret.encode(), b"***") if self._secret else body)
+            return json.loads(body)
         except (ValueError, RecursionError) as error:
-            why = f"{error}: {self._text(body)!r:.100}"
+            why = f"{error}: {body.decode(errors='replace')!r:.100}"
             if encoding := response.headers.get("Content-Encoding"):
                 why = f"compressed ({encoding}), which was not asked for"
             raise self._error(f"not JSON: {why}") from None
 
-    def _text(self, body: bytes) -> str:
-        """Returns the beginning of a body, without the key: servers often quote one that they reject."""
-        text = body.decode(errors="replace")
-        return (text.replace(self._secret, "***") if self._secret else text)[:_MAX_DETAIL_BYTES]
+    def _hide_key(self, body: bytes) -> bytes:
+        """Returns a body without the key: servers often quote one that they reject."""
+        return body.replace(self._secret.encode(), b"***") if self._secret else body
 
     async def _wait_for_turn(self) -> None:
         if self._config.requests_per_s is None:
@@ -176,7 +177,6 @@ class Remote:
             raise ScoringError(FailureReason.CRASHED, "the run was closed")
 
     def _error(self, detail: str, reason: FailureReason = FailureReason.ERROR) -> ScoringError:
-        # Servers often quote a key that they reject.
         detail = detail.replace(self._secret, "***") if self._secret else detail
         return ScoringError(reason, f"{self._host}: {detail}")
 

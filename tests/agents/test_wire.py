@@ -23,6 +23,7 @@ from tests.agents.harness import staged, table_of
 from tests.agents.in_process import caught
 from tests.agents.test_bytes import as_another_library
 from tests.agents.test_dialects import claude, gpt, refuses, says, served
+from tests.support import until
 
 Json = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "additionalProperties": False}
@@ -225,14 +226,11 @@ async def test_equal_requests_at_once_are_calls_of_their_own_unless_one_is_repea
             waiting.clear()
             line.num_retries = 0
             left, stays = (asyncio.create_task(call("x")) for _ in range(2))
-            while len(asked) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(asked) == 2)
             left.cancel()  # as a time limit above the client does
-            while all(one.is_open() for one in line._waiting):
-                await asyncio.sleep(0.01)
+            await until(lambda: not all(one.is_open() for one in line._waiting))
             again = asyncio.create_task(call("x"))
-            while not line.num_retries:
-                await asyncio.sleep(0.01)
+            await until(lambda: line.num_retries)
             waiting.set()
             assert len({answer.id for answer in await asyncio.gather(stays, again)}) == len(asked) == 2
 

@@ -267,7 +267,8 @@ def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset |
         return
     calls, talks = [], None
     if data:
-        prompt, talks = data.train.prompts[0], partial(_check_dialog, data.tokenizer, config, data.train.prompts[0])
+        prompt = data.train.prompts[0]
+        talks = partial(_check_dialog, data.tokenizer, config, prompt)
         begin = {"reset": row_of(prompt), "seed": environment_seed(config.seed, prompt.prompt_id)}
         # A turn that the environment may expect, and the shortest that a policy can write.
         calls = [begin, {"step": prompt.answer or ""}, begin, {"step": ""}]

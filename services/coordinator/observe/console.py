@@ -28,6 +28,11 @@ def is_live(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
+def shortened(text: str, most: int) -> str:
+    """Returns a text, or its beginning and an ellipsis, in at most `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def fitting(lines: Sequence[Sequence[str]], by_importance: Iterable[int], width: int) -> list[int]:
     """Returns the ascending indices of the columns of `lines` (including the header) that fit in `width` characters.
 

@@ -24,6 +24,8 @@ from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.reporter import Reporter
 from services.coordinator.runs.run import Run
 
+log = logging.getLogger(__name__)
+
 
 class Frontend(Protocol):
     """Shows the progress of a session. If `console` is None, the caller has already configured logging."""
@@ -51,7 +53,7 @@ class TerminalFrontend:
 
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
-        logging.getLogger(__name__).info(line)  # the terminal may be gone when it is needed
+        log.info(line)  # the terminal may be gone when it is needed
 
     def begin(self, run: Run, version: int) -> Reporter:
         stop_on_signal(run, self.console)
@@ -95,7 +97,7 @@ def _stop_without_terminal(run: Run[AnyConfig], main: asyncio.Task[object] | Non
     for descriptor in filter(os.isatty, (0, 1, 2)):  # nobody reads it any more, and each write would fail
         with open(os.devnull, "r+b") as nowhere:
             os.dup2(nowhere.fileno(), descriptor)
-    logging.getLogger(__name__).info("the terminal has ended: stopping %s", when)
+    log.info("the terminal has ended: stopping %s", when)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.coordinator.data.groups import conversation_of
-from services.coordinator.observe.console import fitting, is_live
+from services.coordinator.observe.console import fitting, is_live, shortened
 from services.coordinator.runs.record import batch_path
 from services.coordinator.runs.reporter import Reporter, in_order
 
@@ -184,7 +184,7 @@ class Terminal(Reporter):
         ordered = {name: value for name, value in in_order(metrics).items() if name.endswith("/reward")}
         rewards = {name.removeprefix("eval/").removesuffix("/reward"): value for name, value in ordered.items()}
         if self._rows:
-            short = {_shortened(name): f"{value:.3f}" for name, value in rewards.items()}
+            short = {shortened(name, _MAX_NAME): f"{value:.3f}" for name, value in rewards.items()}
             self._sets = " ".join(f"{name:>{len(value)}}" for name, value in short.items()) or self._sets
             self._rows[-1][1] = " ".join(f"{value:>{len(name)}}" for name, value in short.items())
         shown = ", ".join(f"{name} {value:.3f}" for name, value in rewards.items())
@@ -250,7 +250,3 @@ _MIN_WIDTH = 7  # of a column in a file
 _TIMES = ("generate s", "score s", "train s")
 _FIRST = ("step", "reward", "teacher KL", "held-out", "grad norm", *_TIMES, "entropy", "diff max")
 _BY_IMPORTANCE = [_NAMES.index(name) for name in dict.fromkeys((*_FIRST, *_NAMES))]
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…"

@@ -38,6 +38,7 @@ class OpenEnvironment(Environment):
 
     def __init__(self, config: OpenEnvEnvironmentConfig):
         self._config = config
+        self._place = config.url.partition("?")[0]  # without what may be a key
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._session: aiohttp.ClientSession | None = None
         self._connections: dict[str, Connection] = {}
@@ -48,7 +49,7 @@ class OpenEnvironment(Environment):
             async with asyncio.timeout(self._config.turn_s):
                 await (await self._connect()).close()
         except TimeoutError:
-            raise _failed(EnvironmentFailure.TIMEOUT, f"{self._config.url.partition('?')[0]} does not answer") from None
+            raise _failed(EnvironmentFailure.TIMEOUT, f"{self._place} does not answer") from None
 
     async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
         with off_the_clock():
@@ -94,7 +95,7 @@ class OpenEnvironment(Environment):
             why = f"{type(error).__name__} {error}"
             if isinstance(error, aiohttp.WSServerHandshakeError):  # whose text has the whole URL
                 why = f"status {error.status}; the WebSocket of an OpenEnv server is at /ws"
-            detail = f"no connection to {self._config.url.partition('?')[0]}: {why}"
+            detail = f"no connection to {self._place}: {why}"
             raise _failed(EnvironmentFailure.CRASHED, detail) from error
 
     def _read(self, data: JsonMapping) -> tuple[Message, float, bool]:

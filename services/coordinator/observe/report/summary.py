@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from services.common.errors import DataLoss
 from services.common.json_values import JsonObject
+from services.coordinator.observe.console import shortened
 from services.coordinator.observe.report import curves
 from services.coordinator.observe.report.curves import Row
 from services.coordinator.runs.checkpoints import change_between
@@ -161,7 +162,7 @@ def _read(directory: Path) -> _Compared:
 def _progress(runs: Sequence[_Compared]) -> _Rows:
     facts = [dict(run.head["facts"]) for run in runs]
     rows = {name: [of_run.get(name, "") for of_run in facts] for name in _FACTS}
-    rows["error"] = list(map(_cut, rows["error"]))  # the run's own page has all of it
+    rows["error"] = [shortened(error, _MAX_VALUE) for error in rows["error"]]  # the run's own page has all of it
     return {"state": [run.head["state"] for run in runs]} | {name: cells for name, cells in rows.items() if any(cells)}
 
 
@@ -172,12 +173,8 @@ def _config(runs: Sequence[_Compared]) -> _Rows:
 
 def _values(runs: Sequence[_Compared], key: str) -> list[str]:
     whole = [json.dumps(value_of(run.config, key), ensure_ascii=False) for run in runs]
-    cut = list(map(_cut, whole))
+    cut = [shortened(text, _MAX_VALUE) for text in whole]
     return cut if len({*cut}) == len({*whole}) else whole
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 1]}…"
 
 
 def _curves(runs: Sequence[_Compared]) -> _Rows:
