@@ -59,8 +59,6 @@ class Remote:
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._next_request_at = 0.0
-        self._scopes: set[asyncio.Timeout] = set()
-        self._closed = False
 
     async def open(self) -> None:
         """Reads the key and sends nothing. Raises ScoringError if the key cannot be read."""
@@ -83,33 +81,22 @@ class Remote:
         Waiting for the rate limits does not count against `timeout_s`.
 
         Raises:
-            ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, CRASHED if closed, else ERROR.
+            ScoringError: TIMEOUT after `timeout_s` or if the last request timed out, else ERROR.
         """
-        payload = json.dumps(message).encode()
-        scope, failed = asyncio.timeout(None), list[ScoringError]()
-        try:
-            async with scope:
-                self._scopes.add(scope)
-                async with self._slots:
-                    await self._wait_for_turn()
-                    self._check_open()
-                    scope.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        payload, failed = json.dumps(message).encode(), list[ScoringError]()
+        async with self._slots:
+            await self._wait_for_turn()
+            try:
+                async with asyncio.timeout(self._timeout_s):
                     return await self._post_with_retries(payload, read, failed)
-        except TimeoutError:
-            self._check_open()
-            late = f"no score within {self._timeout_s:g} s (timeout_s)"
-            if failed:
-                last = failed[-1].detail.removeprefix(f"{self._host}: ")
-                late += f"; the last of {counted(len(failed), 'failed request')}: {last}"
-            raise self._error(late, FailureReason.TIMEOUT) from None
-        finally:
-            self._scopes.discard(scope)
+            except TimeoutError:
+                late = f"no score within {self._timeout_s:g} s (timeout_s)"
+        if failed:
+            last = failed[-1].detail.removeprefix(f"{self._host}: ")
+            late += f"; the last of {counted(len(failed), 'failed request')}: {last}"
+        raise self._error(late, FailureReason.TIMEOUT)
 
     async def close(self) -> None:
-        self._closed = True
-        for scope in self._scopes:
-            if not scope.expired():  # such a one is on its way out, and refuses a change
-                scope.reschedule(asyncio.get_running_loop().time())
         if self._session:
             await self._session.close()
 
@@ -126,7 +113,6 @@ class Remote:
                 await self._wait_for_turn()
 
     async def _request(self, payload: bytes) -> object:
-        self._check_open()
         assert self._session, "open made it"
         try:
             async with asyncio.timeout(self._request_timeout_s):
@@ -171,10 +157,6 @@ class Remote:
         begin = max(now, self._next_request_at)
         self._next_request_at = begin + 1 / self._config.requests_per_s
         await asyncio.sleep(begin - now)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ScoringError(FailureReason.CRASHED, "the run was closed")
 
     def _error(self, detail: str, reason: FailureReason = FailureReason.ERROR) -> ScoringError:
         detail = detail.replace(self._secret, "***") if self._secret else detail

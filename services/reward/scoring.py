@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rewards import weighted_sum
+from services.common.tasks import keep
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.metrics import RewardMetrics
 from services.reward.scorers.base import Item, PythonScorer, Scorer, gather_scores
@@ -52,6 +53,8 @@ class ScoringRun:
     def __init__(self, config: RewardConfig, metrics: RewardMetrics | None = None):
         self._config, self._metrics = config, metrics or RewardMetrics()
         self._scorers = [SCORERS[scorer.kind](scorer, config) for scorer in config.scorers]
+        self._scoring = set[asyncio.Task[list[list[float | ScoringError] | ScoringError]]]()
+        self._closed = False
 
     @property
     def scorer(self) -> str:
@@ -71,11 +74,21 @@ class ScoringRun:
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Scores one prompt group with all scorers concurrently. Returns one outcome per item, in order."""
-        scored = await gather_scores(scorer.score_group(items) for scorer in self._scorers)
+        try:
+            scored = await keep(self._scoring, gather_scores(scorer.score_group(items) for scorer in self._scorers))
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            scored = [ScoringError(FailureReason.CRASHED, "the run was closed")] * len(self._scorers)
         columns = [[column] * len(items) if isinstance(column, ScoringError) else column for column in scored]
         return [self._combine([column[index] for column in columns]) for index in range(len(items))]
 
     async def close(self) -> None:
+        """Ends all scorers; samples that are being scored fail as CRASHED."""
+        self._closed = True
+        for scoring in self._scoring:
+            scoring.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _combine(self, results: Sequence[float | ScoringError]) -> Outcome:

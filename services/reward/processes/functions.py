@@ -94,8 +94,7 @@ class FunctionPool(WorkerPool[Worker]):
     async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
         """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
 
-        Waiting for an idle worker does not count against the time limit. Errors are those of Worker.call, and CRASHED
-        if the pool is closed.
+        Waiting for an idle worker does not count against the time limit. Errors are those of Worker.call.
         """
         return (await self._call({"fields": fields}, limit_s))["score"]
 
@@ -117,7 +116,7 @@ class FunctionPool(WorkerPool[Worker]):
                         return await self._send(self._alone, message, limit_s)
                 return await self._send_to_idle(message, limit_s)
             except ScoringError as error:
-                if error.reason is not FailureReason.CRASHED or self.closed or attempt == num_tries - 1:
+                if error.reason is not FailureReason.CRASHED or attempt == num_tries - 1:
                     raise
         raise AssertionError("the last try returns or raises")
 
@@ -147,8 +146,6 @@ class FunctionPool(WorkerPool[Worker]):
             self._restart(worker).add_done_callback(lambda _: self._idle.put_nowait(worker))
 
     async def _send(self, worker: Worker, message: Mapping[str, object], limit_s: float) -> Reply:
-        if self.closed:
-            raise ScoringError(FailureReason.CRASHED, "the run was closed")
         await worker.start()
         return await worker.call(message, min(limit_s, self._timeout_s))
 

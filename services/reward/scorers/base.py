@@ -60,7 +60,7 @@ class Scorer:
         return await gather_scores(self.score(item) for item in items)
 
     async def close(self) -> None:
-        """Closes the scorer; scores in progress fail as CRASHED."""
+        """Ends what `open` has started. No score is in progress any more."""
 
 
 async def gather_scores(scores: Iterable[Awaitable[Result]]) -> list[Result | ScoringError]:

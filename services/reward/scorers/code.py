@@ -24,8 +24,6 @@ class CodeScorer(Scorer):
     def __init__(self, config: CodeConfig, reward: RewardConfig):
         self._config, self._group_timeout_s = config, reward.group_timeout_s
         self._slots = asyncio.Semaphore(config.max_concurrent)
-        self._running: set[asyncio.Task[float]] = set()
-        self._closed = False
         self._limits = Limits(
             timeout_s=config.timeout_s,
             memory_bytes=int(config.max_memory_gib * 2**30),
@@ -54,18 +52,7 @@ class CodeScorer(Scorer):
         if program is None:
             return 0.0
         async with self._slots:
-            if self._closed:
-                raise ScoringError(FailureReason.CRASHED, "the run was closed")
-            running = asyncio.ensure_future(self._fraction_passed(unindent(program), tests, limit_s))
-            self._running.add(running)
-            try:
-                return await running
-            except asyncio.CancelledError:
-                if self._closed:
-                    raise ScoringError(FailureReason.CRASHED, "the run was closed") from None
-                raise
-            finally:
-                self._running.discard(running)
+            return await self._fraction_passed(unindent(program), tests, limit_s)
 
     def _program(self, item: Item) -> str | None:
         if not self._config.file:
@@ -74,10 +61,6 @@ class CodeScorer(Scorer):
         return left["files"].get(self._config.file) if isinstance(left, dict) else None
 
     async def close(self) -> None:
-        self._closed = True
-        for running in self._running:
-            running.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
         self._sandbox.close()
 
     def _check_sizes(self, tests: Tests) -> None:

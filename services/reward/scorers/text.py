@@ -204,4 +204,4 @@ class MathScorer(WorkerScorer):
     def _is_bomb(self, result: float | ScoringError, *reasons: FailureReason) -> bool:
         """Returns whether the text may have taken all time or memory of a worker."""
         reasons = reasons or (FailureReason.TIMEOUT, FailureReason.CRASHED)
-        return isinstance(result, ScoringError) and result.reason in reasons and not self._pool.closed
+        return isinstance(result, ScoringError) and result.reason in reasons

@@ -11,12 +11,11 @@ from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1 import types_pb2
 
-from services.common.config.reward import RemoteConfig
 from services.common.errors import InvalidInput, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
-from services.reward.errors import FailureReason, ScoringError
-from services.reward.remote import MAX_RESPONSE_BYTES, Remote
+from services.reward.errors import FailureReason
+from services.reward.remote import MAX_RESPONSE_BYTES
 from services.reward.servicer import RewardServicer
 from tests.reward.remote_end import served
 from tests.support import LIMITS_S, PATIENCE_S, raises
@@ -188,23 +187,18 @@ async def test_through_the_real_service(tmp_path):
     assert (failure.reason, failure.scorer, failure.message) == (pb.FAILURE_REASON_ERROR, "http", "empty")
 
 
-async def test_a_run_closes_while_a_request_runs_out_of_time():
+async def test_closing_the_run_ends_a_request_of_a_group(open_run, make_item):
     arrived = asyncio.Event()
 
-    async def never(body: dict, _request: web.Request) -> web.Response:
-        arrived.set()
-        await asyncio.Event().wait()
-        return web.Response()
+    async def reply(body: dict, request: web.Request) -> web.StreamResponse:
+        if body["samples"]:
+            arrived.set()
+            await asyncio.Event().wait()
+        return await lengths(body, request)
 
-    async with served(never) as end:
-        remote = Remote(RemoteConfig(url=end.url), PATIENCE_S)
-        await remote.open()
-        posting = asyncio.create_task(remote.post({}))
+    async with served(reply) as end, open_run(http(end.url)) as run:
+        scoring = asyncio.create_task(run.score([make_item("a")] * 2))
         await arrived.wait()
-        (scope,) = remote._scopes
-        scope.reschedule(asyncio.get_running_loop().time())
-        await asyncio.sleep(0)
-        assert scope.expired() and not posting.done()
-        await remote.close()
-        with pytest.raises(ScoringError, match="the run was closed"):
-            await posting
+        await run.close()
+        outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)
+    assert [str(outcome.failure) for outcome in outcomes] == ["CRASHED: the run was closed"] * 2
