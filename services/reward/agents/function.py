@@ -8,32 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.import_path import require_takes
 from services.reward.agents.base import CalledRunner, Part
-from services.reward.environments.executor import MAX_REPLY_BYTES, in_thread, invalid_reply
+from services.reward.environments.executor import EpisodeExecutor, in_thread, invalid_reply
 from services.reward.environments.pool import EpisodePool
-from services.reward.errors import EnvironmentFailure
 from services.reward.processes import child
-from services.reward.processes.child import Executor, Reply
+from services.reward.processes.child import Reply
 
 
-class FunctionExecutor(Executor):
+class FunctionExecutor(EpisodeExecutor):
     """Calls the function `path` once for each episode: {"call": "play", "episode": ..., "fields": {...}}."""
-
-    too_long = EnvironmentFailure.INVALID_REPLY
-    max_reply_bytes = MAX_REPLY_BYTES
-    memory_key = "environment.max_memory_gib"
 
     def __init__(self, path: str):
         self._function, module = child.load(path)
         require_takes(self._function, path, (), dict.fromkeys(("row", "seed", "url", "key")))
-        self.version, self.facts = child.source_digest(module), {"roles": []}
+        self.version = child.source_digest(module)
 
     async def execute(self, call: Reply) -> Reply:
         if call["call"] != "play":
             return {}
         text = await _call(self._function, call["fields"])
         if text is not None and not isinstance(text, str):
-            detail = f"the agent returned {text!r:.200}: return its final text, or None"
-            raise invalid_reply(detail)
+            raise invalid_reply(f"the agent returned {text!r:.200}: return its final text, or None")
         return {"text": text or ""}
 
 

@@ -36,28 +36,36 @@ _M_ARENA_MAX, _NUM_ARENAS = -8, 2
 
 
 class EpisodeExecutor(Executor):
-    """Plays episodes, each with an object of its own of the class `path`, made from `kwargs`."""
+    """Executes the calls of many episodes."""
 
     too_long = EnvironmentFailure.INVALID_REPLY
     max_reply_bytes = MAX_REPLY_BYTES
     memory_key = "environment.max_memory_gib"
 
+
+def make_threads_small() -> None:
+    """Lets this process have threads of its own for hundreds of episodes."""
+    if sys.platform == "linux":  # each arena of a thread takes 64 MiB of the address space, which is limited
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)
+    threading.stack_size(_STACK_BYTES)
+
+
+class ClassExecutor(EpisodeExecutor):
+    """Plays each episode with an object of its own of the class `path`, made from `kwargs`."""
+
     def __init__(self, path: str, kwargs: Mapping[str, object]):
-        if sys.platform == "linux":  # each arena of a thread takes 64 MiB of the address space, which is limited
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _NUM_ARENAS)
-        threading.stack_size(_STACK_BYTES)
+        make_threads_small()
         environment, self.version = _load(path, kwargs)
         self.facts = {"roles": _roles(environment)}
         self._make = partial(environment, **kwargs)
         # Not for classes with an async reset, which may need the event loop.
         self._makes_in_thread = not inspect.iscoroutinefunction(getattr(environment, "reset", None))
-        self._num_threads = getattr(environment, "num_threads", 1)
         self._episodes: dict[str, _Episode] = {}
 
     async def execute(self, call: Reply) -> Reply:
         name = call["episode"]
         if call["call"] == "reset":
-            episode = self._episodes[name] = _Episode(self._num_threads)
+            episode = self._episodes[name] = _Episode()
             await episode.make(self._make, in_thread=self._makes_in_thread)
             return {"messages": _read_messages(await episode.call("reset", seed=call["seed"], row=call["row"]))}
         if call["call"] == "step":
@@ -99,14 +107,11 @@ def _roles(environment: object) -> list[str]:
 
 
 class _Episode:
-    """An object of the class, and the thread in which its methods run that are not async.
+    """An object of the class, and the thread in which its methods run that are not async."""
 
-    Classes of ours that keep nothing in an episode may have more threads.
-    """
-
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self) -> None:
         self._object: Any = None
-        self._thread = ThreadPoolExecutor(num_threads)  # starts with the first call
+        self._thread = ThreadPoolExecutor(1)  # starts with the first call
         self._has_thread = False
 
     async def make(self, make: Callable[[], object], *, in_thread: bool) -> None:
@@ -144,7 +149,7 @@ class _Episode:
 
 async def in_thread(
     threads: ThreadPoolExecutor, what: str, function: Callable[..., object], /, *args: object, **kwargs: object
-) -> object:
+) -> Any:
     """Calls a function in a thread; errors call it `what`. Awaits what it returns if that is to be awaited, as of an
     async function in a decorator.
     """

@@ -22,7 +22,7 @@ from services.reward.processes.pool import Calls, Target, Worker, WorkerPool
 log = logging.getLogger(__name__)
 
 Config = WorkerEnvironmentConfig | AgentEnvironmentConfig
-_OF_CLASSES = "services.reward.environments.executor:EpisodeExecutor"
+_OF_CLASSES = "services.reward.environments.executor:ClassExecutor"
 
 
 class EpisodeWorker(Worker):
@@ -107,10 +107,6 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         self._places_alone = asyncio.Semaphore(config.num_workers)
         self._retired: list[EpisodeWorker] = []  # each has a stuck call, and episodes that go on
         self._kills: set[asyncio.Task[None]] = set()
-
-    async def open(self) -> None:
-        await super().open()
-        self.roles: Sequence[str] = self._workers[0].facts["roles"]
 
     def isolate(self, episode: str) -> None:
         """Gives the episode, which has not begun, a worker of its own. At most `num_workers` have one; others wait."""

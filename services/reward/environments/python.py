@@ -33,7 +33,7 @@ class WorkerEnvironment(Environment):
 
     async def open(self) -> None:
         await self._workers.open()
-        self.version, self.roles = f"1/{self._workers.version}", self._workers.roles
+        self.version, self.roles = f"1/{self._workers.version}", self._workers.facts["roles"]
 
     def isolate(self, episode_id: str) -> None:
         self._workers.isolate(episode_id)

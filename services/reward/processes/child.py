@@ -80,10 +80,12 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         executor = load(start["executor"])[0](**start["settings"])
+        facts = {"version": executor.version, "is_concurrent": executor.is_concurrent, **executor.facts}
+        ready = json.dumps(facts)
     except Exception as error:  # noqa: BLE001 the process edge: the user's import may raise anything
         _write(replies, {"reason": start["failed"], "detail": explain(error)})
         return
-    _write(replies, {"version": executor.version, "is_concurrent": executor.is_concurrent, **executor.facts})
+    _write(replies, ready)
     if executor.is_concurrent:  # this never returns: the process ends with its input
         asyncio.run(_serve(_ConcurrentCalls(executor, replies, start["failed"]), requests))
     for line in requests:  # outside of any event loop, which the user's function may want to run itself

@@ -105,7 +105,7 @@ class FunctionPool(WorkerPool[Worker]):
 
     @property
     def _is_async(self) -> bool:
-        return self._workers[0].facts["is_concurrent"]
+        return self.facts["is_concurrent"]
 
     async def _call(self, message: Mapping[str, object], limit_s: float = math.inf) -> Reply:
         num_tries = self._num_tries + self._is_async

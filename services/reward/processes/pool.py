@@ -260,6 +260,11 @@ class WorkerPool(Generic[W]):
     def version(self) -> str:
         return self._workers[0].version
 
+    @property
+    def facts(self) -> Reply:
+        """What the workers said when they were ready."""
+        return self._workers[0].facts
+
     async def open(self) -> None:
         """Starts all workers concurrently. After a failure or cancellation, call `close` to end those that started."""
         results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)

@@ -38,14 +38,16 @@ class ToolsEnvironment(Environment):
         for tool in self._tools.values():
             await tool.open()
         if self._has_functions:
-            await self._functions.open()
+            await self._functions.workers.open()
         for server in self._servers:
             await server.open()
             self._served |= {schema["function"]["name"]: server for schema in server.schemas}
-        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.schemas]
+        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.workers.facts.get("schemas", ())]
         self._set_tools(schemas + [schema for server in self._servers for schema in server.schemas])
         versions = [one.version for one in (*self._tools.values(), *self._servers)]
-        self.version = "1/" + ",".join([*versions, *([self._functions.version] if self._has_functions else [])])
+        self.version = "1/" + ",".join(
+            [*versions, *([f"functions-{self._functions.workers.version}"] if self._has_functions else [])]
+        )
 
     def _set_tools(self, schemas: Sequence[Schema]) -> None:
         """Sets the tools that the policy can call. With syntax tags, the prompt must describe them."""

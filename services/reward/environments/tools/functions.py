@@ -4,16 +4,18 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import ToolCall
-from services.reward.environments.executor import MAX_REPLY_BYTES
+from services.reward.environments.executor import MAX_REPLY_BYTES, EpisodeExecutor, in_thread, make_threads_small
 from services.reward.environments.pool import EpisodePool
-from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, function_schema
+from services.reward.environments.tools.base import BadArgumentsError, cut_middle, function_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
+from services.reward.processes.child import Reply
 
 log = logging.getLogger(__name__)
 
@@ -22,30 +24,16 @@ class FunctionTools:
     """Offers all functions of an environment. An episode stays with one worker, but functions must keep no state."""
 
     def __init__(self, config: ToolsEnvironmentConfig):
-        self.schemas: Sequence[Schema] = ()
         self.paths = [tool.path for tool in config.tools if tool.kind == "function"]
-        self.workers = EpisodePool(config, {"path": f"{__name__}:Functions", "kwargs": {"paths": self.paths}})
+        self.workers = EpisodePool(config, {"paths": self.paths}, f"{__name__}:FunctionsExecutor")
         self._logged: set[tuple[str, str]] = set()
 
-    @property
-    def version(self) -> str:
-        return f"functions-{self.workers.version}"
-
-    async def open(self) -> None:
-        """Raises EpisodeError if a function cannot be imported, or cannot be a tool."""
-        await self.workers.open()
-        self.schemas = json.loads(await self.begin("schemas"))
-        await self.workers.end("schemas")
-
-    async def begin(self, episode_id: str) -> str:
-        """Assigns the episode to a worker, which answers with the schemas."""
-        line = await self.workers.begin(episode_id, {"call": "reset", "seed": 0, "row": {}})
-        return line["messages"][0]["content"]
+    async def begin(self, episode_id: str) -> None:
+        await self.workers.begin(episode_id, {"call": "begin"})
 
     async def call(self, episode_id: str, call: ToolCall) -> str:
-        request = json.dumps({"name": call.name, "arguments": call.arguments})
-        line = await self.workers.call(episode_id, {"call": "step", "text": request})
-        answer = json.loads(line["messages"][0]["content"])
+        request = {"call": "call", "name": call.name, "arguments": call.arguments}
+        answer = await self.workers.call(episode_id, request)
         if "error" in answer:
             name, raised, traceback = call.name, answer["raised"], answer["traceback"]
             if (name, raised) not in self._logged:
@@ -56,58 +44,50 @@ class FunctionTools:
         return answer["result"]
 
 
-Step = tuple[str, float, bool]
-_MOST_BYTES = 14  # that a character can take in a reply, which is JSON within JSON
-_LINE_BYTES = 1 << 12  # more than the rest of a reply has
+_NUM_THREADS = 32  # of an episode: calls of a turn may run at the same time
+_MOST_BYTES = 12  # that a character takes in JSON
+_RESULT_BYTES = MAX_REPLY_BYTES - (1 << 12)  # of a reply, whose other parts are short
 
 
-class Functions:
-    """Returns the functions' schemas, then answers calls. What a function raises is an answer too.
+class FunctionsExecutor(EpisodeExecutor):
+    """Calls functions. What a function raises is an answer too.
 
-    reset() -> '[{"type": "function", ...}, ...]'
-    step('{"name": "weather", "arguments": {"city": "Oslo"}}') -> '{"result": "rain"}' or
-        '{"error": "no such city", "raised": "ValueError", "traceback": "..."}'
+    -> {"call": "call", "episode": "e", "name": "weather", "arguments": {"city": "Oslo"}}
+    <- {"result": "rain"}   or   {"error": "no such city", "raised": "ValueError", "traceback": "..."}
     """
 
-    version = ""
-    num_threads = 32
-    """Calls of a turn may run at the same time."""
-
-    @classmethod
-    def prepare(cls, paths: Sequence[str]) -> None:
-        """Imports the functions, which may raise anything. The version is the hash of their sources."""
-        digests = []
-        for path in paths:
-            function, module = child.load(path)
-            function_schema(function)
-            digests.append(child.source_digest(module))
-        if len({path.partition(":")[2] for path in paths}) < len(paths):
-            raise TypeError(f"two functions have the same name: {', '.join(paths)}")
-        cls.version = hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
-
     def __init__(self, paths: Sequence[str]):
-        self._functions: Mapping[str, Callable[..., object]] = {
-            path.partition(":")[2]: child.load(path)[0] for path in paths
-        }
+        make_threads_small()
+        loaded = {path.partition(":")[2]: child.load(path) for path in paths}
+        if len(loaded) < len(paths):
+            raise TypeError(f"two functions have the same name: {', '.join(paths)}")
+        self._functions = {name: function for name, (function, _) in loaded.items()}
+        digests = "".join(child.source_digest(module) for _, module in loaded.values())
+        self.version = hashlib.sha256(digests.encode()).hexdigest()[:12]
+        schemas = [(name, function_schema(function)) for name, function in self._functions.items()]
+        self.facts = {"schemas": [{**one, "function": {**one["function"], "name": name}} for name, one in schemas]}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
 
-    def reset(self, seed: int, row: Mapping[str, object]) -> str:
-        schemas = []
-        for name, function in self._functions.items():
-            schema = function_schema(function)
-            schemas.append({**schema, "function": {**schema["function"], "name": name}})
-        return json.dumps(schemas)
+    async def execute(self, call: Reply) -> Reply:
+        episode = call["episode"]
+        if call["call"] == "call":
+            return await in_thread(self._threads[episode], "tool", self._call, call["name"], call["arguments"])
+        if call["call"] == "begin":
+            self._threads[episode] = ThreadPoolExecutor(_NUM_THREADS)
+        elif threads := self._threads.pop(episode, None):
+            threads.shutdown(wait=False)
+        return {}
 
-    def step(self, text: str) -> Step | Awaitable[Step]:
+    def _call(self, name: str, arguments: Mapping[str, object]) -> Reply | Awaitable[Reply]:
         """Calls a function. An async one is awaited by the worker. An EpisodeError or MemoryError ends the episode."""
-        call = json.loads(text)
         try:
-            result = self._functions[call["name"]](**call["arguments"])
+            result = self._functions[name](**arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 the arguments are the policy's: they can do anything
             return _error(error)
         return _answer_later(result) if inspect.isawaitable(result) else _answer(result)
 
 
-async def _answer_later(calling: Awaitable[object]) -> Step:
+async def _answer_later(calling: Awaitable[object]) -> Reply:
     try:
         result = await calling
     except (Exception, SystemExit) as error:  # noqa: BLE001 as above
@@ -115,16 +95,14 @@ async def _answer_later(calling: Awaitable[object]) -> Step:
     return _answer(result)
 
 
-def _answer(result: object) -> Step:
+def _answer(result: object) -> Reply:
     try:
         text = _text(result)
     except ValueError as error:  # a number of more digits than Python writes
         return _error(error)
-    if _MOST_BYTES * len(text) > MAX_REPLY_BYTES - _LINE_BYTES:
-        whole = json.dumps(json.dumps({"result": text[:MAX_REPLY_BYTES]}))
-        if len(text) > MAX_REPLY_BYTES or len(whole) > MAX_REPLY_BYTES - _LINE_BYTES:
-            text = cut_middle(text, (MAX_REPLY_BYTES - _LINE_BYTES) // _MOST_BYTES)
-    return json.dumps({"result": text}), 0.0, False
+    if len(text) > _RESULT_BYTES or len(json.dumps(text)) > _RESULT_BYTES:
+        text = cut_middle(text, _RESULT_BYTES // _MOST_BYTES)
+    return {"result": text}
 
 
 def _text(result: object) -> str:
@@ -150,16 +128,15 @@ def _to_json_value(value: Any) -> object:
     return str(value)
 
 
-def _error(error: BaseException) -> Step:
+def _error(error: BaseException) -> Reply:
     """Returns the error for the policy: the text of a ValueError, which functions raise to say something; else, with
     its class.
     """
     if isinstance(error, EpisodeError | MemoryError):
         raise error
     text = str(error) if isinstance(error, ValueError) else ""
-    answer = {
+    return {
         "error": child.explain(text or error),
         "raised": type(error).__name__,
         "traceback": child.traceback_text(error, __file__),
     }
-    return json.dumps(answer), 0.0, False
