@@ -57,6 +57,7 @@ class LineFiles:
 
     def __init__(self, directory: Path, first_line: Line):
         self._directory, self._first_line = directory, dict(first_line)
+        self.call_numbers = itertools.count(1)
         self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
         self._num_lost = 0
         self._file: BinaryIO | None = None
@@ -192,30 +193,17 @@ def _hash(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:_DIGITS]
 
 
-class CallHistory:
-    """The history of one session of a run in files in `directory`; the ledger had `num_rows` rows before it."""
-
-    def __init__(self, directory: Path, run_id: str, num_rows: int):
-        self.numbers = itertools.count(1)
-        began = {"time": time.time(), "session": run_id, "rows": num_rows, "continues": False}
-        self._files = LineFiles(directory, {"t": _now_s(), **began})
-        self.close = self._files.close
-
-    def put(self, line: Line) -> None:
-        self._files.put({"t": _now_s(), **line})
+_current: ContextVar[LineFiles | None] = ContextVar("lockstep_call_history", default=None)
 
 
-_current: ContextVar[CallHistory | None] = ContextVar("lockstep_call_history", default=None)
-
-
-def _now_s() -> float:
-    return round(time.monotonic(), 6)
+def _timed(line: Line) -> Line:
+    return {"t": round(time.monotonic(), 6), **line}
 
 
 class NotedCall:
     """One call in a history; without one, nothing is noted."""
 
-    def __init__(self, history: CallHistory | None = None, number: int = 0):
+    def __init__(self, history: LineFiles | None = None, number: int = 0):
         self._history, self._number = history, number
         self.answers: list[dict[str, object]] = []
 
@@ -225,10 +213,10 @@ class NotedCall:
             return request
         return self._noting_sent(self._history, request)
 
-    async def _noting_sent(self, history: CallHistory, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+    async def _noting_sent(self, history: LineFiles, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         async for message in messages:
             if ids := ids_of(message):
-                history.put({"n": self._number, "sent": ids})
+                history.put(_timed({"n": self._number, "sent": ids}))
             yield message
 
     def got(self, answer: Message) -> None:
@@ -238,8 +226,12 @@ class NotedCall:
 
 @contextmanager
 def keeping(directory: Path, run_id: str, num_rows: int) -> Generator[None]:
-    """Keeps a history of the calls and rows of the block, and of tasks created in it, in `directory`."""
-    history = CallHistory(directory, run_id, num_rows)
+    """Keeps a history of the calls and rows of the block, and of tasks created in it, in `directory`.
+
+    The block is a session of run `run_id`, whose ledger has `num_rows` rows before it.
+    """
+    began = {"time": time.time(), "session": run_id, "rows": num_rows, "continues": False}
+    history = LineFiles(directory, _timed(began))
     try:
         with scoped(_current, history):
             yield
@@ -254,9 +246,9 @@ def noting(method: str, peer: str, request: object) -> Generator[NotedCall]:
     if history is None:
         yield NotedCall()
         return
-    number = next(history.numbers)
+    number = next(history.call_numbers)
     sent = ids_of(request) if isinstance(request, Message) else {}
-    history.put({"n": number, "call": method, "peer": peer, "sent": sent})
+    history.put(_timed({"n": number, "call": method, "peer": peer, "sent": sent}))
     noted, end = NotedCall(history, number), "CANCELLED"
     try:
         yield noted
@@ -265,11 +257,11 @@ def noting(method: str, peer: str, request: object) -> Generator[NotedCall]:
         end = described(error)[0]
         raise
     finally:
-        history.put({"n": number, "end": end, "got": noted.answers})
+        history.put(_timed({"n": number, "end": end, "got": noted.answers}))
 
 
 def note_row(number: int, kind: str, version: int | None) -> None:
     """Notes a row of the ledger, which is on disk, in the current history; does nothing if there is none."""
     history = _current.get()
     if history is not None:
-        history.put({"row": number, "kind": kind, "version": version})
+        history.put(_timed({"row": number, "kind": kind, "version": version}))
