@@ -21,6 +21,7 @@ import struct
 import sys
 import sysconfig
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,8 @@ PYTHON = str(Path(sys._base_executable).resolve())  # pyright: ignore[reportAttr
 _ISOLATED = ("-S", "-s", "-P", "-B", "-X", "utf8")
 _CODE = "/code"  # where the modules of services/reward/sandboxed are in the sandbox
 _NOT_NEEDED = shutil.ignore_patterns("site-packages", "test", "idlelib", "tkinter", "ensurepip", "config-*")
+Started = tuple[Process, int | None]
+"""bwrap, and a pidfd of the first process of its namespace; None if that has ended."""
 _PROBE = "import socket\ntry: socket.socket()\nexcept PermissionError: print('closed')"
 
 
@@ -145,6 +148,8 @@ class Limits:
 
 class Sandbox:
     """Runs programs, each in a sandbox of its own. Call `open` first, and always call `close`."""
+
+    _has_loopback = False
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -197,60 +202,52 @@ class Sandbox:
         job: dict[str, object] = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
         job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        limit = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
-        streams: dict[str, Any] = {
-            "stdin": asyncio.subprocess.DEVNULL,
-            "stdout": asyncio.subprocess.PIPE,
-            "limit": limit,
-        }
-        with contextlib.ExitStack() as files:
-            passed = [memory_file(data, files) for data in (json.dumps(job).encode(), b"".join(lines))]
-            process, info = await self._start("harness", passed, **streams)
-        pidfd = None
-        try:
+        streams = {"stdin": DEVNULL, "stdout": PIPE}
+        streams["limit"] = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
+        files = contextlib.ExitStack()
+        passed = [memory_file(data, files) for data in (json.dumps(job).encode(), b"".join(lines))]
+        async with self._started("harness", passed, files, **streams) as process:
             await _wait_until_ready(process)
-            pidfd = first_process(info)
             async with contextlib.aclosing(_outputs(process, len(tests), limits.timeout_s + REPLY_GRACE_S)) as outputs:
                 yield outputs
-        finally:
-            await end_namespace(process, info, pidfd)
 
-    async def _start(
-        self, module: str, passed: Sequence[int], *, has_loopback: bool = False, **streams: Any
-    ) -> tuple[asyncio.subprocess.Process, int]:
-        """Starts bwrap, which runs `main` of a module of services/reward/sandboxed with descriptors as arguments.
+    @contextlib.asynccontextmanager
+    async def _started(
+        self, module: str, passed: Sequence[int], files: contextlib.ExitStack, **streams: int
+    ) -> AsyncIterator[Process]:
+        """Runs `main` of a module of services/reward/sandboxed in a sandbox, with the descriptors `passed`.
 
-        Returns its process, and the read end of the pipe on which it reports its first child's pid.
+        All of its processes have ended when the context exits. Closes `files`, which has these descriptors.
         """
+        # A start is never canceled: asyncio would kill bwrap, but not its child.
+        starting = asyncio.create_task(self._start(module, passed, files, **streams))
+        try:
+            process, _ = await asyncio.shield(starting)
+            yield process
+        finally:
+            await asyncio.shield(asyncio.ensure_future(_end(starting)))
+
+    async def _start(self, module: str, passed: Sequence[int], files: contextlib.ExitStack, **streams: Any) -> Started:
         info, info_write = os.pipe()
-        with contextlib.ExitStack() as files:
-            files.callback(os.close, info_write)
-            filter_file = memory_file(filter_program(has_loopback=has_loopback), files)
-            starting = asyncio.create_task(
-                asyncio.create_subprocess_exec(
+        try:
+            with files:
+                files.callback(os.close, info_write)
+                filter_file = memory_file(filter_program(has_loopback=self._has_loopback), files)
+                process = await asyncio.create_subprocess_exec(
                     *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
                     *_python_call(module, *passed),
-                    stderr=asyncio.subprocess.PIPE,
+                    stderr=PIPE,
                     pass_fds=(*passed, filter_file, info_write),
                     start_new_session=True,
                     cwd="/",
                     env={},
                     **streams,
                 )
-            )
-            try:
-                return await asyncio.shield(starting), info
-            except asyncio.CancelledError:  # end what was started: asyncio would kill bwrap, but not its child
-                await asyncio.wait({starting})
-                files.close()  # or it would never end what `end_namespace` reads
-                if starting.exception():
-                    os.close(info)
-                else:
-                    await end_namespace(starting.result(), info, None)
-                raise
-            except OSError as error:
-                os.close(info)
-                raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
+            return process, await asyncio.to_thread(_first_process, info)
+        except OSError as error:
+            raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
+        finally:
+            os.close(info)
 
     def _as_nobody(self) -> list[str]:
         """Returns a command prefix that drops root, because RLIMIT_NPROC does not limit root, even in user namespaces.
@@ -346,7 +343,7 @@ def memory_file(data: bytes, files: contextlib.ExitStack) -> int:
     return file.fileno()
 
 
-async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
+async def _wait_until_ready(process: Process) -> None:
     assert process.stdout and process.stderr, "they are pipes"
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -359,9 +356,7 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
     raise ScoringError(FailureReason.ERROR, f"no sandbox: {error}; {hint}")
 
 
-async def _outputs(
-    process: asyncio.subprocess.Process, count: int, timeout_s: float
-) -> AsyncGenerator[str | None, None]:
+async def _outputs(process: Process, count: int, timeout_s: float) -> AsyncGenerator[str | None, None]:
     """Yields an output per test; None if it is missing or invalid, which after the start is the program's fault."""
     assert process.stdout, "it is a pipe"
     for _ in range(count):
@@ -373,23 +368,25 @@ async def _outputs(
         yield output if isinstance(output, str) else None
 
 
-def first_process(info: int) -> int | None:
+def _first_process(info: int) -> int | None:
     """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
-    child = _CHILD.search(os.read(info, 4096))  # empty if bwrap has ended, or was read before
+    with os.fdopen(info, "rb", closefd=False) as pipe:
+        child = _CHILD.search(pipe.read())  # empty if bwrap has ended
     with contextlib.suppress(ProcessLookupError):
         return os.pidfd_open(int(child[1])) if child else None
     return None
 
 
-async def end_namespace(process: asyncio.subprocess.Process, info: int, pidfd: int | None) -> None:
-    """Kills the first process of the namespace, so that the kernel kills all others; waits until they are gone.
+async def _end(starting: asyncio.Task[Started]) -> None:
+    """Kills the first process of a namespace, so that the kernel kills all others; waits until they are gone.
 
     It does not kill bwrap: if bwrap is killed while it starts, its child waits forever and keeps the pipes that are
     read here open.
     """
-    if pidfd is None:
-        pidfd = await asyncio.to_thread(first_process, info)
-    os.close(info)
+    await asyncio.wait({starting})
+    if starting.exception():
+        return
+    process, pidfd = starting.result()
     with contextlib.suppress(ProcessLookupError):
         if pidfd is None:
             process.kill()  # --die-with-parent kills the others

@@ -11,15 +11,16 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from services.common.config.environment import AgentEnvironmentConfig, prompt_text
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
-from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
-from services.reward.sandbox import START_TIMEOUT_S, Limits, Sandbox, end_namespace, first_process, memory_file
+from services.reward.errors import EnvironmentFailure, EpisodeError, FailureReason, ScoringError
+from services.reward.sandbox import START_TIMEOUT_S, Limits, Sandbox, memory_file
 from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, WORKSPACE
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,8 @@ class CommandRunner(Runner):
 class AgentSandbox(Sandbox):
     """Starts programs in sandboxes that have their own loopback. A socket that listens there is handed to the host."""
 
+    _has_loopback = True
+
     def __init__(self, config: AgentEnvironmentConfig):
         limits = Limits(
             timeout_s=config.episode_s,
@@ -154,38 +157,33 @@ class AgentSandbox(Sandbox):
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.DEVNULL}
-        result_fd, result_write = os.pipe()
+        files = contextlib.ExitStack()
+        result_end, result_write = os.pipe()
+        result = os.fdopen(result_end, "rb")
+        files.callback(os.close, result_write)
         line, line_inside = socket.socketpair()
-        with contextlib.ExitStack() as files:
-            files.callback(os.close, result_write)
-            files.enter_context(line_inside)
-            job_file = memory_file(json.dumps({**job, "rlimits": rlimits}).encode(), files)
-            passed = job_file, result_write, line_inside.fileno()
-            try:
-                process, info = await self._start("agent", passed, has_loopback=True, **streams)
-            except BaseException as error:
-                os.close(result_fd)
-                line.close()
-                if isinstance(error, ScoringError):
-                    raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
-                raise
-        first = asyncio.ensure_future(asyncio.to_thread(first_process, info))  # which can read it only once
-        reading = asyncio.create_task(_read(result_fd, self._result_bytes))
+        files.enter_context(line_inside)
+        job_file = memory_file(json.dumps({**job, "rlimits": rlimits}).encode(), files)
+        passed = job_file, result_write, line_inside.fileno()
         try:
-            await asyncio.shield(first)
-            listening = await asyncio.to_thread(_receive_socket, line)
-            if listening is None:
-                assert process.stderr, "it is a pipe"
-                error = (await process.stderr.read()).decode(errors="replace").strip()[-500:]
-                detail = f"no sandbox: {error}; see docs/deployment.md for containers"
-                raise EpisodeError(EnvironmentFailure.CRASHED, detail)
-            assert process.stdin, "it is a pipe"
-            yield process.stdin, reading, listening
+            async with self._started("agent", passed, files, stdin=PIPE, stdout=DEVNULL) as process:
+                assert process.stdin and process.stderr, "they are pipes"
+                listening = await asyncio.to_thread(_receive_socket, line)
+                if listening is None:
+                    error = (await process.stderr.read()).decode(errors="replace").strip()[-500:]
+                    detail = f"no sandbox: {error}; see docs/deployment.md for containers"
+                    raise ScoringError(FailureReason.ERROR, detail)
+                reading = asyncio.create_task(_read(result, self._result_bytes))
+                try:
+                    yield process.stdin, reading, listening
+                finally:
+                    reading.cancel()
+                    await asyncio.gather(reading, return_exceptions=True)
+        except ScoringError as error:
+            raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
         finally:
-            await asyncio.shield(asyncio.ensure_future(_end(process, info, first)))
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            result.close()
+            line.close()
 
 
 def _receive_socket(line: socket.socket) -> socket.socket | None:
@@ -211,14 +209,9 @@ def _named_file(text: str) -> Iterator[str]:
         yield file.name
 
 
-async def _end(process: asyncio.subprocess.Process, info: int, first: Awaitable[int | None]) -> None:
-    await end_namespace(process, info, await first)
-
-
-async def _read(descriptor: int, most: int) -> bytes:
+async def _read(pipe: BinaryIO, most: int) -> bytes:
     """Returns what is written to a pipe until its end; less, if there are more than `most` bytes."""
     reader = asyncio.StreamReader()
-    pipe = os.fdopen(descriptor, "rb")
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
     )
