@@ -370,7 +370,7 @@ async def _outputs(process: Process, count: int, timeout_s: float) -> AsyncGener
 
 def _first_process(info: int) -> int | None:
     """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
-    with os.fdopen(info, "rb", closefd=False) as pipe:
+    with os.fdopen(info, "rb", closefd=False) as pipe:  # to its end: bwrap dies if its report is cut off
         child = _CHILD.search(pipe.read())  # empty if bwrap has ended
     with contextlib.suppress(ProcessLookupError):
         return os.pidfd_open(int(child[1])) if child else None
