@@ -61,24 +61,22 @@ class CalledRunner(Runner):
     """Runs agents that are called once for each episode, and answer with their final text."""
 
     def __init__(self) -> None:
-        self._running: dict[str, asyncio.Future[Played]] = {}
+        self._running: dict[str, asyncio.Task[str]] = {}
 
     async def call(self, part: Part) -> str:
         """Returns the final text. Is canceled if the episode ends before. Raises EpisodeError if the agent fails."""
         raise NotImplementedError
 
     async def run(self, part: Part) -> Played:
-        call = asyncio.create_task(self.call(part))
-        ended = self._running[part.episode_id] = asyncio.get_running_loop().create_future()
+        call = self._running[part.episode_id] = asyncio.create_task(self.call(part))
         try:
-            await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else Played(0, call.result())
+            await asyncio.wait({call})
+            return Played(ENDED, "") if call.cancelled() else Played(0, call.result())
         finally:
             del self._running[part.episode_id]
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
     def end(self, episode_id: str) -> None:
-        ended = self._running.get(episode_id)
-        if ended and not ended.done():
-            ended.set_result(Played(ENDED, ""))
+        if call := self._running.get(episode_id):
+            call.cancel()

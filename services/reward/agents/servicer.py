@@ -10,7 +10,7 @@ from lockstep.reward.v1 import agent_pb2_grpc
 from lockstep.reward.v1.reward_pb2 import OpenRunResponse
 
 from services.common.config.environment import AgentEnvironmentConfig
-from services.common.errors import InvalidInput, PreconditionFailed
+from services.common.errors import InvalidInput
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.common.tasks import keep
@@ -114,8 +114,6 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         requests = aiter(request_iterator)
         begin = (await anext(requests, pb.PlayRequest())).begin
         require_run(self._fence, begin.run_id, self._run_id)
-        if self._runner is None or self._endpoint is None:
-            raise PreconditionFailed(f"run {begin.run_id} was opened without an agent")
         if not begin.episode_id:
             raise InvalidInput("begin: must be the first message, with an episode_id", field="begin")
         async with contextlib.aclosing(self.play(begin, requests)) as responses:
