@@ -129,7 +129,8 @@ def play(dialect: Dialect, body: Json) -> bool:
     try:
         neutral = dialect.read(json.dumps(body).encode(), ()).neutral
         said = json.loads(json.dumps(neutral))
-        CallLog().ask(AgentCall(), said)
+        log = CallLog()
+        log.keep(log.ask(AgentCall(), said), said)
         Threads(RENDERER).add(0, said["messages"], said["tools"])
     except (Refusal, InvalidInput):
         return False

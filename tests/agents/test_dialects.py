@@ -231,6 +231,7 @@ REFUSED: list[tuple[Any, Json, str]] = [
     (Messages, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
     (Messages, {"max_tokens": 0}, "max_tokens"),
     (Messages, {"stop_sequences": [""]}, "stop_sequences"),
+    (Messages, {"stop_sequences": ["x"] * 65}, "stop_sequences"),
     (Responses, {"previous_response_id": "resp_0"}, "previous_response_id"),
     (Responses, {"tool_choice": "required"}, "tool_choice"),
     (Responses, {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),

@@ -123,6 +123,8 @@ def test_what_was_asked_is_recorded_once_with_its_answer_and_its_fate(played: Pa
     statuses = [call["status"] for call in command["calls"]]
     assert statuses == ["stop", "stop", "stop", "context_length_exceeded", "stop", "stop"]
     assert dict(command["files"])["said.txt"].startswith(b"5answer") and command["exit_code"] == 3
+    refused = command["calls"][3]
+    assert (refused["messages"], refused["tools"]) == ([], None) and not any("word word" in x for x in command["texts"])
     first, *_, last = [said for _, said in requests_of(command)]
     assert first["messages"] == [{"role": "user", "content": "one"}]
     assert (last["stop"], last["max_tokens"], len(last["messages"])) == (["swer", "?"], 2**31 - 1, 3)

@@ -235,6 +235,42 @@ async def test_equal_requests_at_once_are_calls_of_their_own_unless_one_is_repea
             assert len({answer.id for answer in await asyncio.gather(stays, again)}) == len(asked) == 2
 
 
+async def test_answers_that_nobody_has_waited_for_leave_room_to_further_calls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MAX_WAITING", 2)
+    waiting = asyncio.Event()
+
+    async def ask(call: AgentCall) -> CallAnswer:
+        await waiting.wait()
+        return await says({"content": "hi"})(call)
+
+    async with both(ask) as (calls, line):
+        for call, count in calls:
+            waiting.clear()
+            gone = [asyncio.create_task(call(text)) for text in ("first", "second")]
+            await until(lambda: len(line._waiting) == 2 and not any(one.answering.done() for one in line._waiting))
+            for one in gone:
+                one.cancel()
+            await until(lambda: not any(one.is_open() for one in line._waiting))
+            waiting.set()
+            await until(lambda: all(one.answering.done() for one in line._waiting))
+            await call("second")
+            await call("third")
+            assert set(count.statuses) == {200} and len(line._waiting) <= 1
+
+
+async def test_a_compressed_body_is_refused_and_never_decompressed():
+    async with served(says({"content": "hi"})) as (url, line):
+        host, _, port = url.removeprefix("http://").partition(":")
+        reading, asking = await asyncio.open_connection(host, int(port))
+        head = f"HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {line.key}\r\n"
+        asking.write(f"POST /v1/messages {head}Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\nno".encode())
+        assert b" 415 " in await reading.readuntil(b"only identity")
+        # To decompress what is no gzip would have ended the connection.
+        asking.write(f"GET /v1/models {head}\r\n".encode())
+        assert b" 200 " in await reading.readuntil(b"]}")
+        asking.close()
+
+
 async def test_a_connection_without_a_key_is_closed_and_one_with_a_key_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_STRANGER_S", 0.5)
     async with served(says({"content": "hi"})) as (url, line):

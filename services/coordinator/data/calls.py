@@ -21,7 +21,8 @@ _CALL = pa.struct(
         # Number of the call whose tokens the prompt begins with; null if there is none.
         pa.field("parent", pa.int32()),
         pa.field("sha256", pa.string()),  # of the request's body
-        # Places in `texts`: the messages of the request, its list of tools, and the message that answers it.
+        # Places in `texts`: the messages of the request, its list of tools, and the message that answers it. A call
+        # that is refused or only counted has none.
         pa.field("messages", pa.list_(pa.int32())),
         pa.field("tools", pa.int32()),
         pa.field("answer", pa.int32()),
@@ -67,16 +68,15 @@ class CallLog:
 
         Returns its entry, which gets the other fields of a recorded call.
         """
-        entry = {
-            "number": asked.number,
-            "sha256": asked.body_sha256,
-            "messages": list(map(self._index_of, said["messages"])),
-            "tools": self._index_of(said["tools"]),
-            "max_tokens": min(said["max_tokens"], _MOST),  # an agent may ask for any number
-            "stop": said["stop"],
-        }
+        most = min(said["max_tokens"], _MOST)  # an agent may ask for any number
+        entry = {"number": asked.number, "sha256": asked.body_sha256, "messages": [], "max_tokens": most, "stop": []}
         self.calls.append(entry)
         return entry
+
+    def keep(self, entry: JsonObject, said: JsonMapping) -> None:
+        """Adds the texts of a call. One that is not answered has none, as no limit of the episode counts them all."""
+        messages, tools = list(map(self._index_of, said["messages"])), self._index_of(said["tools"])
+        entry |= {"messages": messages, "tools": tools, "stop": said["stop"]}
 
     def answer(self, entry: JsonObject, message: JsonMapping, finish_reason: str) -> None:
         entry |= {"answer": self._index_of(message), "status": finish_reason, "answered": self.num_answered}
@@ -110,8 +110,10 @@ class Left:
 
 
 def requests_of(episode: JsonMapping) -> Iterator[tuple[JsonMapping, JsonMapping]]:
-    """Yields the calls of a row of EPISODE_SCHEMA, each with its request."""
+    """Yields the calls of a row of EPISODE_SCHEMA that have a request, each with it."""
     texts = list(map(json.loads, episode["texts"]))
     for call in episode["calls"]:
+        if call["tools"] is None:
+            continue
         messages = [texts[place] for place in call["messages"]]
         yield call, {**call, "messages": messages, "tools": texts[call["tools"]]}

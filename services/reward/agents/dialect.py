@@ -27,6 +27,7 @@ NO_SPECIAL_WISH: Mapping[str, Sequence[object]] = {
     "logit_bias": ({},),
 }
 """Values that change nothing, of keys that are otherwise refused."""
+_MAX_STOPS = 64  # the engine looks for each of them after each token, while all other requests wait
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -127,6 +128,8 @@ def read_stop(said: JsonObject, key: str) -> list[str]:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refusal(f"{key}: must be a text or a list of texts", param=key)
+    if len(stop) > _MAX_STOPS:
+        raise Refusal(f"{key}: must have at most {_MAX_STOPS} texts, not {len(stop)}", param=key)
     return [text.encode(errors="replace").decode() for text in stop]
 
 

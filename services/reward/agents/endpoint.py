@@ -40,7 +40,7 @@ _CLOSE_S = 0.1  # that a request that was begun has to end; aiohttp takes 0 for 
 _NAME_LENGTH = 32  # of an episode, in its key
 _BEARER = re.compile("^bearer +", re.IGNORECASE)
 _MAX_SHOWN = 300  # characters of a refusal, for logs
-_MAX_SMALL_BYTES = 1 << 20  # of a body that is read on the event loop, where all episodes wait for it
+_MAX_SMALL_BYTES = 1 << 16  # of a body that is read on the event loop, where all episodes wait for it
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": Chat(),
     "/v1/messages": Messages(),
@@ -96,6 +96,8 @@ class Line:
         parts, size = list[bytes](), 0
         if (request.content_length or 0) > _MAX_BODY_BYTES:
             raise _too_large()
+        if (encoding := request.headers.get("Content-Encoding", "identity")).lower() != "identity":
+            raise Refusal(f"Content-Encoding: {encoding:.50} is not supported, only identity", status=415)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -128,7 +130,7 @@ class Line:
             asked = repeated[0]
             asked.is_open = is_open
             self.num_retries += 1
-        elif len(self._waiting) >= _MAX_WAITING:
+        elif not self._has_room():
             raise Refusal(f"{_MAX_WAITING} calls of this episode are in progress", status=429)
         else:
             call = AgentCall(
@@ -150,6 +152,14 @@ class Line:
             self.delivered(answer)
             raise Refusal(answer.refusal, code=answer.refusal_code)
         return answer
+
+    def _has_room(self) -> bool:
+        """Forgets, if there are too many calls, the oldest answer that no client has come back for."""
+        is_full = len(self._waiting) >= _MAX_WAITING
+        left = (asked for asked in self._waiting if asked.answering.done() and not asked.is_open())
+        if is_full and (oldest := next(left, None)):
+            self._waiting.remove(oldest)
+        return len(self._waiting) < _MAX_WAITING
 
     def delivered(self, answer: CallAnswer) -> None:
         """Says that an answer to a request was fully written."""
@@ -178,7 +188,8 @@ class _Server(web.Server):
     """Speaks HTTP at a listening socket. Drops connections when it has `most`, and those that stay strangers."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], most: int):
-        super().__init__(handler, access_log=None, logger=_log)
+        # A small body could be decompressed to one that keeps all episodes waiting.
+        super().__init__(handler, access_log=None, logger=_log, auto_decompress=False)
         self._most = most
         self._strangers = dict[web.RequestHandler, asyncio.TimerHandle]()
 

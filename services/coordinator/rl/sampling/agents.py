@@ -181,6 +181,7 @@ class AgentEpisode:
         if isinstance(call, CallAnswer):
             entry["status"] = call.refusal_code or COUNTED
             return call
+        self._log.keep(entry, said)
         entry |= {"parent": call.parent and call.parent.number, "after": call.after}
         room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
