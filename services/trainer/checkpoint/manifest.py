@@ -108,8 +108,8 @@ def verify(path: Path) -> TrainState:
         raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
     try:
         content = json.loads(manifest.read_bytes())
-        state, files = TrainState(**content["state"]), content["files"]
-    except (ValueError, KeyError, TypeError) as error:
+        state, files = TrainState(**content["state"]), {**content["files"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
     for name in files:
         if not (path / name).is_file():

@@ -1,8 +1,8 @@
 """Writes and reads sharded tensors in Megatron-Core's torch_dist format: torch's distributed checkpoint and two files.
 
 The checkpoint contains only tensors. `common.pt`, where Megatron keeps everything else, is written empty because
-Megatron's loader requires the file, and is never read here. `.metadata` is a pickle made by torch, which can run code:
-read only checkpoints that the trainer's manifest has verified, or that you trust like a program.
+Megatron's loader requires the file, and is never read here. `.metadata` is a pickle made by torch, which could run
+code: it is read first with a list of the classes that it may name.
 """
 
 import tempfile
@@ -25,6 +25,7 @@ from services.common.errors import InvalidInput
 from services.common.files.storage import writing
 from services.trainer.checkpoint.ranks import ThreadedWriter, gather_json, typed_errors
 from services.trainer.compat.megatron.state import torch_tensors
+from services.trainer.compat.torch_checkpoint import read_metadata
 
 # Nested dicts whose leaves are Megatron's sharded tensors, or factories that make them.
 Sharded = dict[Any, Any]
@@ -68,7 +69,7 @@ def saved_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Returns the names of a checkpoint's tensors and their global shapes."""
     if not (directory / ".metadata").is_file():
         raise InvalidInput(f"path: {directory} is not a torch_dist checkpoint: it has no .metadata", field="path")
-    metadata = dcp.FileSystemReader(directory).read_metadata()
+    metadata = read_metadata(directory)
     tensors = metadata.state_dict_metadata.items()
     return {key: tuple(saved.size) for key, saved in tensors if isinstance(saved, TensorStorageMetadata)}
 

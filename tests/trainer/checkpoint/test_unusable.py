@@ -1,14 +1,19 @@
 """Tests that a checkpoint of another model, or one that cannot be read, is a typed error, and the trainer goes on."""
 
+import io
 import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
-from services.common.errors import InternalError, PreconditionFailed
+from services.common.errors import DataLoss, InternalError, PreconditionFailed
 from services.trainer.checkpoint.manifest import begin
+from services.trainer.compat.torch_checkpoint import read_metadata
 from tests import support
 from tests.trainer.deployment import Deployment
 from tests.trainer.fsdp_harness import Harness
@@ -53,3 +58,38 @@ def test_a_file_that_cannot_be_read_is_a_typed_error(harness: Harness, tmp_path:
     data.unlink()
     with pytest.raises(InternalError, match="not read: rank 0: FileNotFoundError"):
         harness.backend.load(directory)
+
+
+class _Hostile:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_checkpoint_runs_no_code(harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.open("untied", {})
+    directory, ran = begin(tmp_path / "c") / "state", tmp_path / "ran"
+    harness.backend.save(directory)
+    file = directory / ".metadata"
+    honest = file.read_bytes()
+    for content, why in (
+        (pickle.dumps(_Hostile(ran)), r"it names posix\.mkdir"),
+        (honest[:-20], "is not the metadata of a checkpoint"),
+        (pickle.dumps(7), "it holds something else"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(DataLoss, match=why):
+            read_metadata(directory)
+        with pytest.raises(DataLoss, match=why):
+            harness.backend.load(directory)
+    file.write_bytes(honest)
+    harness.backend.load(directory)
+    value = io.BytesIO()
+    torch.save(_Hostile(ran), value)
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda file, **options: load(io.BytesIO(value.getvalue()), **options))
+    with pytest.raises(InternalError, match=r"not read: .*posix\.mkdir"):
+        harness.backend.load(directory)
+    assert not ran.exists()
