@@ -204,6 +204,15 @@ async def test_an_interrupt_of_the_first_process_ends_nothing(program):
         assert group is not None and group.left[0] and group.left[0].text == "True"
 
 
+async def test_directories_that_are_nested_too_deep_to_search_are_no_failure_of_the_episode(program):
+    source = "ask('x')\nopen('a.txt', 'w').write('left')\n"
+    source += "for _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')\nprint('done', end='')"
+    async with staged(lambda text, seed: "hi", **program(source, collect=["**/*.py", "a.txt"])) as stage:
+        group = await stage.play()
+        assert group is not None and group.left[0] and group.left[0].text == "done"
+        assert group.left[0].files["a.txt"] == b"left"
+
+
 async def test_a_collected_program_is_tested_in_another_sandbox(program):
     source = "ask('x')\nopen('solution.py', 'w').write('print(int(input()) * 2)')\nprint('def lies(): pass')"
     tests = json.dumps({"inputs": ["4\n"], "outputs": ["8\n"]})

@@ -139,7 +139,10 @@ def _collect(patterns: list[str], max_bytes: int) -> Iterator[tuple[str, str]]:
     """Yields the regular files that match, in the order of their paths, as long as they fit into `max_bytes`."""
     # Until Python 3.13, a last ** is directories only.
     globs = [f"{pattern}/*" if PurePath(pattern).name == "**" else pattern for pattern in patterns]
-    paths = {path for pattern in globs for path in Path(WORKSPACE).glob(pattern)}
+    paths = set[Path]()
+    for pattern in globs:
+        with contextlib.suppress(OSError, RecursionError):  # directories can be nested deeper than ** can look
+            paths.update(Path(WORKSPACE).glob(pattern))
     for path in sorted(paths):
         name = str(path.relative_to(WORKSPACE))
         with contextlib.suppress(OSError, UnicodeEncodeError):
