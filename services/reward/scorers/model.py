@@ -112,8 +112,8 @@ def _content(answer: Any) -> str:
     """Returns what the judge says after its reasoning.
 
     Raises:
-        ScoringError: ERROR, if there is none.
-        MayPassError: It was cut off, so a score in it may be one that the judge quotes.
+        MayPassError: There is none, as in the error of a router that answers with status 200, or it was cut off, so a
+            score in it may be one that the judge quotes.
     """
     choice = content = reason = None
     with contextlib.suppress(KeyError, IndexError, TypeError, AttributeError):
@@ -124,7 +124,7 @@ def _content(answer: Any) -> str:
         raise MayPassError(ScoringError(FailureReason.ERROR, f"the judge's answer was cut off: {reason}{hint}"))
     if not isinstance(content, str):
         detail = f"the judge's answer has no choices[0].message.content: {choice or answer!r:.300}"
-        raise ScoringError(FailureReason.ERROR, detail)
+        raise MayPassError(ScoringError(FailureReason.ERROR, detail))
     return after_reasoning(content)
 
 

@@ -68,13 +68,6 @@ async def test_the_version_follows_what_decides_the_score(open_run):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (chat(None), "no choices[0].message.content"),
-        (web.json_response({"choices": []}), "no choices[0].message.content"),
-        (web.json_response([1]), "no choices[0].message.content"),
-        (
-            web.json_response({"error": {"message": "no credits"}}),
-            "message.content: {'error': {'message': 'no credits'}}",
-        ),
         (web.Response(text="<html>"), "not JSON: Expecting value: line 1 column 1 (char 0): '<html>'"),
         (web.Response(text="[" * 100_000), "not JSON"),
         (web.Response(status=400, text="no such model"), "status 400: no such model"),
@@ -82,7 +75,7 @@ async def test_the_version_follows_what_decides_the_score(open_run):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_an_answer_without_a_score_is_an_error_and_not_asked_for_again(open_run, make_item, answer, words):
+async def test_an_answer_that_is_none_of_a_model_is_an_error_and_not_asked_for_again(open_run, make_item, answer, words):
     async with served(in_turn(answer)) as end, open_run(judge(end.url), {"kind": "exact"}) as run:
         (outcome,) = await run.score([make_item("a", "a")])
     assert (outcome.failure.reason, outcome.failed_scorer, len(end.bodies)) == (FailureReason.ERROR, "judge", 1)
@@ -117,6 +110,26 @@ async def test_an_answer_that_says_no_score_is_asked_for_again(open_run, make_it
     async with served(in_turn(chat(said), chat("Score: 7"))) as end, open_run(judge(end.url)) as run:
         assert (await run.score([make_item("a")]))[0].reward == 7.0
     async with served(in_turn(chat(said))) as end, open_run(judge(end.url, max_retries=1)) as run:
+        (outcome,) = await run.score([make_item("a")])
+    assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
+    assert words in outcome.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("empty", "words"),
+    [
+        (chat(None), "no choices[0].message.content"),
+        (web.json_response({"choices": []}), "no choices[0].message.content"),
+        (web.json_response([1]), "no choices[0].message.content"),
+        (web.json_response({"error": {"code": 502}}), "message.content: {'error': {'code': 502}}"),
+    ],
+    ids=["null", "choices", "list", "error"],
+)
+async def test_an_answer_without_text_is_asked_for_again(open_run, make_item, pauses, empty, words):
+    """Routers say that the model's server failed in an answer with status 200."""
+    async with served(in_turn(empty, chat("Score: 7"))) as end, open_run(judge(end.url)) as run:
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
+    async with served(in_turn(empty)) as end, open_run(judge(end.url, max_retries=1)) as run:
         (outcome,) = await run.score([make_item("a")])
     assert (outcome.failure.reason, len(end.bodies)) == (FailureReason.ERROR, 2)
     assert words in outcome.failure.detail
