@@ -31,13 +31,7 @@ from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks, m
 from services.trainer.megatron.parallel import Parallelism
 from services.trainer.megatron.settings import layer_settings, read_config, transformer_config
 from services.trainer.megatron.stream import WeightStream
-from services.trainer.megatron.weights import (
-    LocalTensor,
-    WeightMap,
-    _named_matrices,
-    load_checkpoint_weights,
-    local_parameters,
-)
+from services.trainer.megatron.weights import WeightMap, _named_matrices, load_checkpoint_weights, local_parameters
 from tests.support import with_routed_experts
 from tests.trainer.fsdp_harness import BASE, samples
 from tests.trainer.megatron_harness import MegatronHarness, run_ranks
@@ -86,27 +80,28 @@ class Comparison:
         chunks = build_chunks(bridged.make_chunk, bridged.config, trainer.megatron, own_map.model)
         theirs = self._parameters(chunks)
         views = [View(chunk, bridged.bridge) for chunk in chunks]
-        wanted = {one.name: one.tensor.detach() for one in own}
+        wanted = {name: tensor.detach() for name, tensor in own.items()}
         # DeepSeek-V3's own reads bfloat16 only.
         vars(bridged.bridge)["_get_safetensor_io"] = SafeTensorIO
         with torch.no_grad():
             bridged.bridge.load_weights(views, self._path)
-        self._compare("mbridge loads", {one.name: one.tensor.detach() for one in theirs}, wanted)
-        for one in theirs:
-            one.tensor.detach().zero_()
+        loaded = {name: tensor.detach() for name, tensor in theirs.items()}
+        self._compare("mbridge loads", loaded, wanted)
+        for tensor in loaded.values():
+            tensor.zero_()
         load_checkpoint_weights(theirs, bridged.weights, self._parallelism, self._path)
-        self._compare("the trainer loads", {one.name: one.tensor.detach() for one in theirs}, wanted)
+        self._compare("the trainer loads", loaded, wanted)
         exported = self._exported(own, own_map)
         self._compare("mbridge exports", dict(bridged.bridge.export_weights(views)), exported)
         self._compare("the trainer exports", self._exported(theirs, bridged.weights), exported)
         return self.differences
 
-    def _parameters(self, chunks: Sequence[Chunk]) -> list[LocalTensor]:
+    def _parameters(self, chunks: Sequence[Chunk]) -> Tensors:
         return local_parameters(chunks, self._parallelism)
 
-    def _exported(self, parameters: Sequence[LocalTensor], weights: WeightMap) -> Tensors:
+    def _exported(self, parameters: Tensors, weights: WeightMap) -> Tensors:
         """Returns whole tensors on rank 0, and their shapes on the meta device elsewhere."""
-        published = [one for one in parameters if weights.is_published(one.name)]
+        published = {name: tensor for name, tensor in parameters.items() if weights.is_published(name)}
         stream = WeightStream(published, weights.part, self._parallelism, _CPU)
         whole = {name: tensor.clone() for name, tensor in stream.to_first()}
         specs = dict(stream.specs())

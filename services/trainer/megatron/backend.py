@@ -228,8 +228,8 @@ class MegatronBackend(Backend):
                 load_checkpoint_weights(parameters, self._map, parallelism, self._model_path)
         if not self._role.is_frozen:
             if megatron.moe.freeze_router:
-                for parameter in parameters:
-                    parameter.tensor.requires_grad_(".router." not in parameter.name)
+                for name, tensor in parameters.items():
+                    tensor.requires_grad_(".router." not in name)
             if is_adapted:
                 add_adapters(bare, self._map.model, self._config.lora, parallelism, seed=seed)
             chunks = wrap_chunks(bare, config, megatron)
@@ -262,7 +262,8 @@ class MegatronBackend(Backend):
     def _make_streams(self) -> None:
         """Makes the stream of the merged policy and, with LoRA, the streams of the base model and of the adapters."""
         chunks, parallelism = self._model.bare_chunks(), self._model.parallelism
-        parameters = [one for one in local_parameters(chunks, parallelism) if self._map.is_published(one.name)]
+        local = local_parameters(chunks, parallelism)
+        parameters = {name: tensor for name, tensor in local.items() if self._map.is_published(name)}
         part_of, adapted = self._map.part, adapted_layers(chunks)
         self._stream = WeightStream(parameters, part_of, parallelism, self.device, adapted)
         if self._config.lora.rank:

@@ -36,7 +36,7 @@ from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.experts import Offsets
 from services.trainer.megatron.model import Chunk
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights import LocalTensor, Part, WeightMap
+from services.trainer.megatron.weights import Part, WeightMap
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 NOT_CUT = ("linear_q_down_proj", "linear_kv_down_proj")
@@ -188,11 +188,11 @@ def add_adapters(
                 _adapt(site, parts, _shape(site, model, lora, parallelism), lora.rank, parallelism.tp_index, seed)
 
 
-def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[LocalTensor], AdaptedLinear | None]:
+def adapted_layers(chunks: Sequence[Chunk]) -> Callable[[torch.Tensor], AdaptedLinear | None]:
     """Returns a function for WeightStream that returns the layer that adapts a parameter, if there is one."""
     modules = (module for chunk in chunks for module in chunk.modules())
     owners = {id(module.weight): module for module in modules if isinstance(module, AdaptedLinear)}
-    return lambda parameter: owners.get(id(parameter.tensor))
+    return lambda parameter: owners.get(id(parameter))
 
 
 def _sites(chunk: Chunk) -> Iterator[_Site]:

@@ -159,12 +159,10 @@ def _compare(
     stored = revert_weight_conversion(reference.model, {name: own[name] for name in own.keys() - tied.keys()})
     given: dict[str, torch.Tensor] = {}
     try:
-        for parameter in local_parameters(chunks, parallelism):
-            part = bridged.weights.part(parameter.name)
-            parameter.tensor.detach().copy_(
-                part.cut(cast("list[Sliceable]", [stored[name] for name in part.names]), 0, 1)
-            )
-            given |= zip(part.names, part.join([parameter.tensor.detach().cpu()]), strict=True)
+        for name, parameter in local_parameters(chunks, parallelism).items():
+            part = bridged.weights.part(name)
+            parameter.detach().copy_(part.cut(cast("list[Sliceable]", [stored[one] for one in part.names]), 0, 1))
+            given |= zip(part.names, part.join([parameter.detach().cpu()]), strict=True)
         logprobs_N = model.forward([reference.packed().to(device)], temperature=1.0)[0][0].cpu()
     finally:
         model.close()

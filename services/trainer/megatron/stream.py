@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -16,7 +16,7 @@ from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.lora import AdaptedLinear
 from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.weights import LocalTensor, Part
+from services.trainer.megatron.weights import Part
 
 # A run is consecutive parameters with the same holders, which are sent together: up to this many bytes over all ranks.
 _RUN_BYTES = 64 << 20
@@ -46,22 +46,20 @@ class Entry:
 class WeightStream:
     """Streams the policy under checkpoint names, always in the same order; no rank ever holds all of it.
 
-    `part_of` maps the name of a parameter in the whole model to checkpoint tensors. `adapted` returns the layer whose
-    adapter is merged into a parameter, or None.
+    `parameters` are those of this rank by their names in the whole model, which `part_of` maps to checkpoint tensors.
+    `adapted` returns the layer whose adapter is merged into a parameter, or None.
     """
 
     def __init__(
         self,
-        parameters: Sequence[LocalTensor],
+        parameters: Mapping[str, torch.Tensor],
         part_of: Callable[[str], Part],
         parallelism: Parallelism,
         device: torch.device,
-        adapted: Callable[[LocalTensor], AdaptedLinear | None] = lambda parameter: None,
+        adapted: Callable[[torch.Tensor], AdaptedLinear | None] = lambda parameter: None,
     ):
         self._part_of, self._adapted = part_of, adapted
-        self._rank = dist.get_rank()
-        self._local = {parameter.name: parameter for parameter in parameters}
-        self._device = device
+        self._rank, self._local, self._device = dist.get_rank(), parameters, device
         self._entries = self._find_holders(parallelism)
         self._parts = {entry.name: part_of(entry.name) for entry in self._entries}
         self._runs = list(split_into_runs(self._entries, _is_in))
@@ -148,16 +146,16 @@ class WeightStream:
             if len(entries) == 1:
                 yield from self._own_tensors(entries[0])
             else:
-                first, num_bytes = self._local[entries[0].name].tensor, sum(entry.num_bytes for entry in entries)
+                first, num_bytes = self._local[entries[0].name], sum(entry.num_bytes for entry in entries)
                 names = [name for entry in entries for name in self._parts[entry.name].names]
                 yield Span(names, first.detach().as_strided((num_bytes // first.element_size(),), (1,)))
 
     def _own_tensors(self, entry: Entry) -> Sequence[Item]:
         """Returns the tensors of a parameter that only this rank holds."""
-        part, parameter = self._parts[entry.name], self._local[entry.name].tensor
+        part, parameter = self._parts[entry.name], self._local[entry.name]
         if part.views is None or parameter.device != self._device:
             return list(self._joined(entry, list(self._local_shards([entry]))))
-        if layer := self._adapted(self._local[entry.name]):
+        if layer := self._adapted(parameter):
             return list(zip(part.names, layer.merged_parts(part.views), strict=True))
         views = self._views.get(entry.name, [])
         if not views or views[0][1].data_ptr() != parameter.data_ptr():  # it has other memory now
@@ -171,7 +169,7 @@ class WeightStream:
             return False
         parts = self._parts[before.name], self._parts[entry.name]
         shapes = [shape for part in parts for shape in part.shapes]
-        first, second = self._local[before.name].tensor, self._local[entry.name].tensor
+        first, second = self._local[before.name], self._local[entry.name]
         return (
             all(part.is_plain for part in parts)
             and all(torch.Size(shape).numel() * entry.dtype.itemsize % ALIGN_BYTES == 0 for shape in shapes)
@@ -185,7 +183,7 @@ class WeightStream:
     def _local_shards(self, run: Sequence[Entry]) -> Iterator[torch.Tensor]:
         for parameter in (self._local[entry.name] for entry in run):
             layer = self._adapted(parameter)
-            yield (layer.merged_weight() if layer else parameter.tensor).detach().to(self._device)
+            yield (layer.merged_weight() if layer else parameter).detach().to(self._device)
 
     def _as_bytes(self, run: Sequence[Entry]) -> torch.Tensor:
         flats = [shard.contiguous().view(-1).view(torch.uint8) for shard in self._local_shards(run)]
@@ -198,11 +196,11 @@ class WeightStream:
     def _find_holders(self, parallelism: Parallelism) -> list[Entry]:
         """Returns the entries of all ranks' parameters. The holders are in the first replica, in shard order."""
         own = []
-        for parameter in self._local.values():
-            part, tensor = self._part_of(parameter.name), parameter.tensor
+        for name, tensor in self._local.items():
+            part = self._part_of(name)
             if parallelism.is_holder(tensor, is_expert=part.is_expert):
                 index, _ = parallelism.shard_index(tensor, is_expert=part.is_expert)
-                own.append([parameter.name, index, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+                own.append([name, index, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
         shards: dict[str, dict[int, int]] = {}
         kinds = {}
         for rank, theirs in enumerate(gather_json(own, self._device)):

@@ -8,7 +8,7 @@ Megatron's local layers and TransformerEngine's have different names for some pa
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -206,23 +206,18 @@ def _local_name(parameter: str) -> tuple[str, int]:
     return _FUSED_NORMS.get(parameter, parameter), 0
 
 
-@dataclass(frozen=True)
-class LocalTensor:
-    """A parameter of this rank, under its name in the whole model."""
-
-    name: str
-    tensor: torch.Tensor
-
-
-def local_parameters(chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False) -> list[LocalTensor]:
-    """Returns this rank's parameters without adapters and critic heads, or with `adapters` only the adapters."""
-    parameters = []
+def local_parameters(
+    chunks: Sequence[Chunk], parallelism: Parallelism, *, adapters: bool = False
+) -> dict[str, torch.Tensor]:
+    """Returns this rank's parameters by their names in the whole model: those without adapters and critic heads, or
+    with `adapters` only the adapters."""
+    parameters: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         layers = {index: layer.layer_number - 1 for index, layer in enumerate(chunk.layers())}
         for name, tensor in _named_matrices(chunk):
             is_new = isinstance(chunk, ValueModel) and name == HEAD
             if is_adapter(name) == adapters and not is_new:
-                parameters.append(LocalTensor(_global_name(name, layers, chunk, parallelism), tensor))
+                parameters[_global_name(name, layers, chunk, parallelism)] = tensor
     return parameters
 
 
@@ -237,20 +232,20 @@ def _named_matrices(chunk: Chunk) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_checkpoint_weights(
-    parameters: Sequence[LocalTensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
+    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
 ) -> None:
     """Copies only this rank's slices from the files of `model_path`, which `require_loadable` has checked."""
     stored = stored_tensors(Path(model_path))
     with contextlib.ExitStack() as stack:
         files = {tensor.file for tensor in stored.values()}
         tensors = {file: stack.enter_context(opened(file)) for file in files}
-        for parameter in parameters:
-            part = weight_map.part(parameter.name)
-            slices = [tensors[stored[name].file].get_slice(name) for name in part.names]
-            shard = part.cut(slices, *parallelism.shard_index(parameter.tensor, is_expert=part.is_expert))
+        for name, parameter in parameters.items():
+            part = weight_map.part(name)
+            slices = [tensors[stored[one].file].get_slice(one) for one in part.names]
+            shard = part.cut(slices, *parallelism.shard_index(parameter, is_expert=part.is_expert))
             with torch.no_grad():
-                parameter.tensor.copy_(shard)
-    named = ((" and ".join(weight_map.part(one.name).names), one.tensor.detach()) for one in parameters)
+                parameter.copy_(shard)
+    named = ((" and ".join(weight_map.part(name).names), one.detach()) for name, one in parameters.items())
     require_finite(named, model_path)
 
 

@@ -22,7 +22,7 @@ from services.common.weights.buckets import pack, unpack
 from services.common.weights.plan import Plan
 from services.trainer.megatron import stream as module
 from services.trainer.megatron.stream import WeightStream
-from services.trainer.megatron.weights import LocalTensor, Part
+from services.trainer.megatron.weights import Part
 from services.trainer.ranks.publish import send
 from tests.support import PATIENCE_S
 
@@ -138,7 +138,7 @@ class Rank:
         flat = torch.cat([torch.empty(0), *(shard(i, holders.index(rank), num) for i, (holders, num, _) in own)])
         parts = flat.split([num for _, (_, num, _) in own])  # neighbors in memory
         shards = {index: part for (index, _), part in zip(own, parts, strict=True)}
-        parameters = [LocalTensor(f"w{index}", tensor) for index, tensor in shards.items()]
+        parameters = {f"w{index}": tensor for index, tensor in shards.items()}
         places = {id(tensor): layout[index][0].index(rank) for index, tensor in shards.items()}
         parallelism = SimpleNamespace(
             is_holder=lambda tensor, is_expert: True, shard_index=lambda tensor, is_expert: (places[id(tensor)], 0)
@@ -250,7 +250,7 @@ def test_later_publications_have_the_numbers_of_then() -> None:
         parallelism = SimpleNamespace(
             is_holder=lambda tensor, is_expert: True, shard_index=lambda tensor, is_expert: (0, 0)
         )
-        stream = WeightStream([LocalTensor("qkv", parameter)], lambda name: made, parallelism, CPU)
+        stream = WeightStream({"qkv": parameter}, lambda name: made, parallelism, CPU)
         plan = Plan.of(stream.specs(), bucket_bytes=1000)
 
         def published() -> list[torch.Tensor]:
