@@ -75,55 +75,35 @@ class _Output(dict[str, object]):
         return self.get("last_hidden_state" if key == 0 else str(key))
 
 
-class _Trunk(nn.Module):
-    def __init__(self, real: nn.Module, hidden: torch.Tensor):
-        super().__init__()
-        self.__dict__.update(real=real, hidden=hidden)
-
-    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        return getattr(self.__dict__["real"], name)
-
-    def forward(self, *args: object, **kwargs: object) -> _Output:
-        return _Output(last_hidden_state=self.__dict__["hidden"])
-
-
-class _Head(nn.Module):
-    def __init__(self, real: nn.Linear, logits: torch.Tensor):
-        super().__init__()
-        self.weight, self.bias, self.logits, self.inputs = real.weight, None, logits, []
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.inputs.append(hidden)
-        return self.logits.clone()
-
-
 def _logits_of(causal_lm: PreTrainedModel, parts: Structure) -> dict[str, float]:
-    """Calls the model with a known hidden state and known logits in place of base model and output layer.
+    """Calls the model, whose base model returns a known hidden state meanwhile and whose output layer known logits.
 
     What it does between them is seen in what the output layer gets and in what the model returns. So no list of config
     keys is needed, of which each new family has others.
     """
-    head = causal_lm.get_submodule(parts.head)
+    head, base_model = causal_lm.get_submodule(parts.head), causal_lm.get_submodule(parts.decoder.split(".")[0])
     assert isinstance(head, nn.Linear), "structure_of has checked it"
-    trunk_name = parts.decoder.split(".")[0]
-    trunk = causal_lm.get_submodule(trunk_name)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, head.in_features, generator=generator)
     logits = torch.randn(1, 2, head.out_features, generator=generator) * 50
     logits[0, 0] *= 1e-6  # no cap changes these
-    fake = _Head(head, logits)
+    inputs: list[torch.Tensor] = []
+
+    def known_logits(input: torch.Tensor) -> torch.Tensor:
+        inputs.append(input)
+        return logits.clone()
+
+    # As attributes of these two modules, they take the place of the methods of their classes.
+    base_model.forward, head.forward = lambda *args, **kwargs: _Output(last_hidden_state=hidden), known_logits
     try:
-        setattr(causal_lm, trunk_name, _Trunk(trunk, hidden))
-        causal_lm.set_submodule(parts.head, fake)
         returned = causal_lm(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits.float()
     except Exception as error:  # anything may be read of the base model
         raise _refusal(f"model_type {causal_lm.config.model_type} ({error!r})") from error
     finally:
-        setattr(causal_lm, trunk_name, trunk)
-        causal_lm.set_submodule(parts.head, head)
-    if len(fake.inputs) != 1 or fake.inputs[0].shape != hidden.shape or returned.shape != logits.shape:
+        del base_model.forward, head.forward
+    if len(inputs) != 1 or inputs[0].shape != hidden.shape or returned.shape != logits.shape:
         raise _refusal(f"model_type {causal_lm.config.model_type}, whose logits are not those of its output layer,")
-    before, scale = _ratio(fake.inputs[0], hidden), _ratio(returned[0, 0], logits[0, 0])
+    before, scale = _ratio(inputs[0], hidden), _ratio(returned[0, 0], logits[0, 0])
     for softcap in (0.0, *_possible_softcaps(causal_lm)):
         capped = softcap * torch.tanh(scale * logits / softcap) if softcap else scale * logits
         if torch.allclose(returned, capped, rtol=1e-4, atol=0):
