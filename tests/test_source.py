@@ -25,7 +25,6 @@ APART = {
     "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",
     "services.coordinator.rl.loop": "the loop alone on a page",
-    "services.trainer.fsdp.proof": "the proof of a strategy, as megatron has one in mbridge.py",
 }
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -43,10 +43,9 @@ async def model(requests: Requests) -> Answers:
 
 def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[str, object]:
     from services.trainer.checkpoint.model_files import load_config
-    from services.trainer.fsdp.loading import make_empty
+    from services.trainer.fsdp.loading import layout_of, make_empty
     from services.trainer.fsdp.lora import AdapterStream, add_adapters, sites_of
     from services.trainer.fsdp.model import LogprobModel
-    from services.trainer.fsdp.proof import layout_of
     from services.trainer.fsdp.weights import WeightStream
 
     dtype = compute_dtype(config, device)

@@ -10,8 +10,8 @@ from transformers import AttentionInterface
 
 from services.common.errors import InvalidInput
 from services.trainer.fsdp import model as models
+from services.trainer.fsdp.loading import largest_difference, layout_of
 from services.trainer.fsdp.model import PACKED_ATTENTION, Layout, LogprobModel, Rows, packed_attention
-from services.trainer.fsdp.proof import largest_difference, layout_of
 from services.trainer.proof import MOST_NATS, shrink
 from services.trainer.structure import Structure, make_model, structure_of
 from tests.support import raises
