@@ -25,13 +25,7 @@ from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.checkpoint.model_files import sampled_sha256
 from services.trainer.ranks.calls import Ranks
 from services.trainer.ranks.worker import Worker
-from services.trainer.samples import (
-    check_groups,
-    check_routed_experts,
-    check_samples,
-    check_sampling_masks,
-    check_teacher_top_k,
-)
+from services.trainer.samples import check_groups, check_samples
 from services.trainer.updates.softmax import TopK
 
 log = logging.getLogger(__name__)
@@ -65,14 +59,17 @@ class OpenRole:
     def num_parts(self) -> int:
         return max(self.data_ranks) + 1
 
-    @property
-    def config_json(self) -> bytes:
-        return self.answer.model_card.files["config.json"]
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return vocab_size_of(self.answer.model_card.files["config.json"])
 
     @functools.cached_property
     def routed_experts(self) -> RoutedExpertsShape | None:
         """The shape of the model's routed experts, if all of its layers have experts."""
-        return routed_experts_shape(self.config_json)
+        return routed_experts_shape(self.answer.model_card.files["config.json"])
+
+    def check_samples(self, samples: pa.Table) -> None:
+        check_samples(samples, vocab_size=self.vocab_size, routed_experts=self.routed_experts)
 
     @property
     def stamp(self) -> types_pb2.PolicyStamp:
@@ -170,7 +167,7 @@ def check_contract(header: pb.TrainHeader, samples: pa.Table, opened: OpenRole) 
         InvalidInput: A column is missing or invalid.
         PreconditionFailed: A stamp or a version is not the one that is opened.
     """
-    check_values(samples, opened)
+    opened.check_samples(samples)
     check_groups(samples)
     if opened.role is Role.POLICY and opened.config.loss.kind == "sft":
         # The samples come from a data set, not from a policy.
@@ -209,25 +206,11 @@ def _drawn_stamp(header: pb.TrainHeader, opened: OpenRole) -> types_pb2.PolicySt
     return published
 
 
-def check_values(samples: pa.Table, opened: OpenRole) -> None:
-    """Checks the values of all columns that the ranks get.
-
-    Raises:
-        InvalidInput: A column is invalid.
-    """
-    vocab_size = vocab_size_of(opened.config_json)
-    check_samples(samples, vocab_size=vocab_size)
-    check_routed_experts(samples, opened.routed_experts)
-    check_sampling_masks(samples, vocab_size=vocab_size)
-    check_teacher_top_k(samples, vocab_size=vocab_size)
-
-
 def top_k_of(header: pb.ForwardHeader, role: Role, opened: OpenRole) -> TopK:
     """Returns the tokens that a Forward call asks for. Raises InvalidInput if the model has not so many."""
     if header.top_k and role is Role.CRITIC:
         raise InvalidInput("top_k: a critic has no probabilities of tokens", field="top_k")
-    vocab_size = vocab_size_of(opened.config_json)
-    vocab_size = min(header.vocab_size or vocab_size, vocab_size)
+    vocab_size = min(header.vocab_size or opened.vocab_size, opened.vocab_size)
     if header.top_k > vocab_size:
         raise InvalidInput(f"top_k: must be at most {vocab_size}, the {role}'s number of tokens", field="top_k")
     return TopK(header.top_k, vocab_size)

@@ -35,13 +35,14 @@ _BOUNDS = {
 _AS_LISTS = pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), pa.field("value", pa.float64())]))
 
 
-def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
+def check_samples(samples: pa.Table, *, vocab_size: int, routed_experts: RoutedExpertsShape | None) -> None:
     """Rejects samples that would make a rank fail, or silently train on wrong data.
 
     Raises:
         InvalidInput: A column has an empty list, a length that differs from the tokens', a token outside the
             vocabulary, a value that is missing, not finite or impossible for its column; turns are not parts of their
-            sample, or a token outside of them is trained on. The message names the column and the first such row.
+            sample, or a token outside of them is trained on; or a function below refuses its bytes. The message names
+            the column and the first such row.
     """
     for field in SAMPLE_SCHEMA:
         if not field.nullable:
@@ -56,6 +57,9 @@ def check_samples(samples: pa.Table, *, vocab_size: int) -> None:
         _check_values(samples, name, vocab_size)
     if samples["turn_begins"].null_count < samples.num_rows:
         _check_turns(samples, num_tokens)
+    check_routed_experts(samples, routed_experts)
+    check_sampling_masks(samples, vocab_size=vocab_size)
+    check_teacher_top_k(samples, vocab_size=vocab_size)
 
 
 def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) -> None:

@@ -107,7 +107,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         opened = self._require_open(self._stand_in(role))
         opened.require_here(Part.PARAMETERS)
         contract.check_temperature(header.temperature)
-        contract.check_values(samples, opened)
+        opened.check_samples(samples)
         top_k = contract.top_k_of(header, role, opened)
         parts, order = forward_parts(samples, opened.config, opened.num_parts, role, pads_rows=opened.pads_rows)
         wanted = {"role": role, "temperature": header.temperature, "top_k": top_k}

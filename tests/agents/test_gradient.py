@@ -126,7 +126,7 @@ def test_metrics_and_blocks_count_an_episode_once():
 
 def test_the_trainer_takes_segments_and_refuses_what_is_none():
     table = batch(7)
-    check_samples(table, vocab_size=100)
+    check_samples(table, vocab_size=100, routed_experts=None)
     rows = table.to_pylist()
     for name, change in (
         ("sample", lambda: rows[:1] + rows[:1] + rows[1:]),
@@ -136,7 +136,7 @@ def test_the_trainer_takes_segments_and_refuses_what_is_none():
     ):
         with raises(InvalidInput, field=name):
             changed = pa.Table.from_pylist(change(), schema=SAMPLE_SCHEMA)
-            check_samples(changed, vocab_size=100)
+            check_samples(changed, vocab_size=100, routed_experts=None)
             check_groups(changed)
 
 

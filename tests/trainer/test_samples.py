@@ -42,7 +42,7 @@ def table(rows: Rows) -> pa.Table:
 
 
 def check(rows: Rows) -> None:
-    check_samples(table(rows), vocab_size=VOCAB)
+    check_samples(table(rows), vocab_size=VOCAB, routed_experts=None)
     check_groups(table(rows))
 
 
@@ -122,7 +122,7 @@ def test_good_samples_are_accepted() -> None:
     for row in highest:
         row["logprobs"][0], row["advantages"][0], row["group"] = 1e-4, 1e9, row["group"] + 10**6
     check(highest)
-    check_samples(make_batch(4, 3, PolicyStamp(version=0, digest="0" * 32)), vocab_size=VOCAB)
+    check_samples(make_batch(4, 3, PolicyStamp(version=0, digest="0" * 32)), vocab_size=VOCAB, routed_experts=None)
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
@@ -168,4 +168,4 @@ def test_a_contradiction_is_found_in_samples_that_arrived_in_several_frames() ->
     rows[ROW]["reward"] = NAN
     parts = pa.concat_tables([table(rows[:2]), table(rows[2:7]).slice(1), table(rows[7:])])
     with pytest.raises(InvalidInput, match=f"reward: row {ROW - 1} has nan"):
-        check_samples(parts, vocab_size=VOCAB)
+        check_samples(parts, vocab_size=VOCAB, routed_experts=None)
