@@ -6,8 +6,7 @@ come from a policy that has already been updated.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -74,11 +73,19 @@ class BatchUpdate:
         metrics: list[dict[str, float]] = []
         for index in range(num_updates):
             number = index % len(totals)
-            with later_update(index):
+            try:
                 if index:
                     self._accumulate(self._kept[number], totals[number])
                 # Numbered by the version, so that learning rate and weight decay need no state in checkpoints.
                 metrics.append(self._apply_gradient(totals[number], version * num_updates + index))
+            except LockstepError as error:
+                if not index:
+                    raise
+                # Ends the trainer, which would hold neither the weights before the batch nor those after it.
+                raise RuntimeError(
+                    f"update {index + 1} of a batch failed when those before it were applied; resume from a "
+                    f"checkpoint: {error.message}"
+                ) from error
         return means_of(metrics) | diff | self._replayed.metrics()
 
     def drop(self) -> None:
@@ -90,12 +97,9 @@ class BatchUpdate:
 
     def _accumulate_first(self, totals: Totals) -> None:
         """Computes the first mini-batch of a batch of one block, and compares it as `apply` needs it."""
-        first, later = (
-            self._kept[0],
-            [microbatch for number, microbatches in self._kept.items() if number for microbatch in microbatches],
-        )
         # The old policy is the one before the first update. The first mini-batch gets it from its own forward.
-        later = later if self._recomputes_old else []
+        numbers = sorted(self._kept) if self._recomputes_old else [0]
+        first, later = self._kept[0], [one for number in numbers[1:] for one in self._kept[number]]
         later_outputs = self._forward_old(later) if later else []
         outputs = self._accumulate(first, totals)
         if self._is_compared:
@@ -242,23 +246,6 @@ def means_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for update in used for name in update)  # a user's loss may return others for each
     means = {name: sum(update.get(name, 0.0) for update in used) / len(used) for name in names}
     return means | {"skipped": float(len(metrics) - len(applied))}
-
-
-@contextmanager
-def later_update(index: int) -> Iterator[None]:
-    """Converts an error to one that ends the trainer, unless update `index` of the batch, counted from 0, is the first.
-
-    After an error that a rank survives, the trainer would hold neither the weights before the batch nor those after it.
-    """
-    try:
-        yield
-    except LockstepError as error:
-        if not index:
-            raise
-        raise RuntimeError(
-            f"update {index + 1} of a batch failed when those before it were applied; resume from a checkpoint: "
-            f"{error.message}"
-        ) from error
 
 
 def _set_old(microbatches: Sequence[Microbatch], outputs: Sequence[torch.Tensor]) -> None:
