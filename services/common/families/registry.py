@@ -85,10 +85,6 @@ SETTINGS: Mapping[str, object] = {
 }
 
 
-def _all_have_experts(config: Mapping[str, object], layer: int) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Family:
     """The models of one `model_type`: decoders whose layers are of one kind, or of two."""
@@ -96,7 +92,7 @@ class Family:
     model_type: str
     kinds: Mapping[Kind, tuple[Weight, ...]]
     """Weights of a layer of each kind, in the order of the checkpoint."""
-    is_dense: Callable[[Mapping[str, object], int], bool] = _all_have_experts
+    is_dense: Callable[[Mapping[str, object], int], bool] = lambda config, layer: False
     """Takes a config and the number of a layer; returns whether this layer of a model with experts is dense. Raises
     ValueError or TypeError if the config is wrong."""
     router: Router = "softmax"

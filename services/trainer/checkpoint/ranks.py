@@ -133,7 +133,7 @@ def typed_errors(directory: Path, *, done: Literal["written", "read"]) -> Iterat
 Result = TypeVar("Result")
 
 
-def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
+def in_background(work: Callable[[], Result]) -> Future[Result]:
     """Runs `work` in a daemon thread; the future has its result or error."""
     future: Future[Result] = Future()
 
@@ -143,5 +143,5 @@ def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
         except BaseException as error:  # noqa: BLE001  (the future's reader gets it)
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return future

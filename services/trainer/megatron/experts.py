@@ -92,8 +92,7 @@ class GroupedExperts(MegatronModule):
 
     def _parameter(self, *shape: int, cut: int | None) -> torch.nn.Parameter:
         """Makes a parameter of which ETP cuts an axis; a whole one gets a part of its gradient on each ETP rank."""
-        is_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         if self.config.perform_initialization:
             torch.nn.init.normal_(parameter, std=self.config.init_method_std)

@@ -55,8 +55,7 @@ class AllHeadsNorm(MegatronModule):
         super().__init__(config=config)
         self._group = group_of(parallel_state.get_tensor_model_parallel_group())
         self._eps, self._size = eps, num_heads * hidden_size
-        is_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         own = torch.ones(self._size // self._group.size(), dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(own)
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)

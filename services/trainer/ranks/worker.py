@@ -264,7 +264,7 @@ class Worker(MemoryCommands):
         directory = checkpoint.staging(final) / "state"
         if backend.saves_in_background:
             write = backend.begin_save(directory)
-            self._saving = in_background(lambda: write() or self._complete(final, state), "checkpoint")
+            self._saving = in_background(lambda: write() or self._complete(final, state))
             return Message({})
         backend.save(directory)  # returns when all ranks have written
         return Message(self._complete(final, state))
