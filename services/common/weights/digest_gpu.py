@@ -10,7 +10,6 @@ import triton.language as tl
 # On an H200, blocks of 256 words read 4.1 TB/s and blocks of 1,024 words 3.3. A plain sum reads 4.4.
 _BLOCK = 256
 _PROGRAMS = 4224  # 32 for each of the 132 multiprocessors of an H100 or H200
-WORDS_PER_ROUND = _PROGRAMS * _BLOCK
 
 
 @triton.jit

@@ -97,23 +97,20 @@ class AdaptedLinear(AdaptedLayer):
 
     def merged_parts(self, views: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> list[Computed]:
         """Returns the parts of W + scale * B A that `views` would return as views of it."""
-        weights = views(self.weight.detach())
-        factors = self._factors(weights, views)
+        parts, weights = list(self.lora_shape.rows), views(self.weight.detach())
+        a, b = ({part: one.detach() for part, one in matrices.items()} for matrices in (self.lora_A, self.lora_B))
+        # B, with the dimensions of its part of the weight, and A; None if the part has no adapter.
+        factors: list[_Factors | None]
+        if len(parts) == 1:  # one adapter for all parts of the weight
+            factors = [(own_b, a[parts[0]]) for own_b in views(b[parts[0]])]
+        else:
+            factors = [
+                (b[part].view(*weight.shape[:-1], -1), a[part]) if part in a else None
+                for part, weight in zip(parts, weights, strict=True)
+            ]
         return [
             Computed(weight, functools.partial(_write_merged, weight=weight, factors=pair, scale=self.lora_shape.scale))
             for weight, pair in zip(weights, factors, strict=True)
-        ]
-
-    def _factors(
-        self, weights: Sequence[torch.Tensor], views: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    ) -> list[_Factors | None]:
-        """Returns B, with the dimensions of its part of the weight, and A of each part that has an adapter."""
-        parts, a, b = list(self.lora_shape.rows), self.lora_A, self.lora_B
-        if len(parts) == 1:  # one adapter for all of them
-            return [(part, a[parts[0]].detach()) for part in views(b[parts[0]].detach())]
-        return [
-            (b[part].detach().view(*weight.shape[:-1], -1), a[part].detach()) if part in a else None
-            for part, weight in zip(parts, weights, strict=True)
         ]
 
     def _part_views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -269,14 +266,12 @@ def adapter_part(weights: WeightMap, name: str) -> Part:
         raise InternalError(f"no adapter tensor is known for Megatron's parameter {name}")
     module, layer, matrix, part = match.groups()
     base, place = weights.part(f"{module}.weight"), 0
-    names = base.names
-    if part != layer:
+    names, join = base.names, base.join
+    if part != layer:  # an adapter of only one of the matrices
         place = FUSED[layer].index(part)
-        names = (names[place],)
-    if matrix == ("B" if layer in ROW_PARALLEL else "A"):
+        names, join = (names[place],), lambda shards: [torch.cat(list(shards))]
+    if matrix == ("B" if layer in ROW_PARALLEL else "A"):  # which TP does not cut
         join = lambda shards: [shards[0]] * len(names)  # noqa: E731
-    else:
-        join = (lambda shards: [torch.cat(list(shards))]) if part != layer else base.join
     peft_names = tuple(peft_name(name, matrix) for name in names)
     return Part(peft_names, _cut, join, order=(*base.order, place, "AB".index(matrix)))
 
