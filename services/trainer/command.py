@@ -107,16 +107,15 @@ def _rank(rank: int, shared: dict[str, object], launcher: int, run_rank: Callabl
     run_rank()
 
 
-async def _run(options: ServeOptions, *, threads_per_rank: int | None) -> int:
-    from services.trainer.ranks.rank import run
-
-    return await run(options, threads_per_rank)
-
-
 def serve(args: Sequence[str] | None, threads_per_rank: int | None) -> None:
     """Runs one rank, given torchrun's variables. It is not in __main__, which spawned ranks cannot import from."""
     keep_compiled_code()  # a rank of torchrun has no launcher of ours that did
-    run = partial(_run, threads_per_rank=threads_per_rank)
+
+    async def run(options: ServeOptions) -> int:
+        from services.trainer.ranks.rank import run as run_rank  # late: it imports torch
+
+        return await run_rank(options, threads_per_rank)
+
     serve_from_command_line("trainer", run, args, parents=[_own_arguments()])
 
 

@@ -288,8 +288,7 @@ class Worker(MemoryCommands):
         weights, lora = self._open().weights(), self._configs[Role.POLICY].lora
         adapter = self._open().adapter(of_modules=True) if lora.rank else ()
         if self._rank != 0:
-            _exhaust(weights)
-            _exhaust(adapter)
+            _exhaust(itertools.chain(weights, adapter))
             return Message({})
         final = Path(path)
         partial = checkpoint.staging(final)
@@ -301,8 +300,7 @@ class Worker(MemoryCommands):
                 write_model_card(exports.tokenizer_card(card), partial / "adapter")
             checkpoint.finish_export(final)
         except OSError as error:
-            _exhaust(weights)  # the other ranks take part to the end
-            _exhaust(adapter)
+            _exhaust(itertools.chain(weights, adapter))  # the other ranks take part to the end
             raise storage_error(final, error) from error
         return Message({"num_bytes": num_bytes})
 
