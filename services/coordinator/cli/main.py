@@ -183,7 +183,9 @@ def report(
 
     keep_files_private()
     if len(run_dir) == 1:
-        _console.print(f"wrote {write_report(run_dir[0], out)}", soft_wrap=True)
+        with _console.status("reading the run"):
+            path = write_report(run_dir[0], out)
+        _console.print(f"wrote {path}", soft_wrap=True)
     elif out:
         raise InvalidInput("--out: a comparison is printed, not written; give one run for a page", field="out")
     else:
@@ -213,7 +215,8 @@ def verify(run_dir: _RunDir) -> None:
     from services.coordinator.verify.session import show_verdict
     from services.coordinator.verify.session import verify as verify_run
 
-    verdict = verify_run(run_dir)
+    with _console.status("") as status:
+        verdict = verify_run(run_dir, lambda text: status.update(f"checking {text}"))
     show_verdict(verdict, run_dir, _console)
     raise typer.Exit(1 if verdict.violation else 0)
 

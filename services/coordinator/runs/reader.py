@@ -60,8 +60,10 @@ class LedgerReader(Ledger):
             self.close()
             raise
 
-    def rows(self) -> list[LedgerRow]:
-        rows = self._db.execute("SELECT seq, time, kind, version, body FROM decisions ORDER BY seq")
+    def rows(self, after: int = 0) -> list[LedgerRow]:
+        """Returns the rows behind row `after`, oldest first."""
+        sql = "SELECT seq, time, kind, version, body FROM decisions WHERE seq > ? ORDER BY seq"
+        rows = self._db.execute(sql, (after,))
         return [
             LedgerRow(seq, self._seconds(seq, time_s), kind, version, checked_row(self._path, seq, kind, version, body))
             for seq, time_s, kind, version, body in rows
@@ -145,8 +147,10 @@ class MetricsLine:
         return self.step, not self.is_step
 
 
-def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterator[MetricsLine]:
-    """Yields the lines of the metrics.jsonl at `path`; none if there is no file.
+def metrics_lines(
+    path: Path, damaged_lines: list[int] | None = None, num_bytes: int | None = None
+) -> Iterator[MetricsLine]:
+    """Yields the lines of the metrics.jsonl at `path`, or of its first bytes; none if there is no file.
 
     A last line without an end is left out: it is still being written, or its writer was killed. The numbers of damaged
     lines, as a full disk may leave them, are added to `damaged_lines`.
@@ -154,7 +158,7 @@ def metrics_lines(path: Path, damaged_lines: list[int] | None = None) -> Iterato
     Raises:
         DataLoss: A line is damaged, and `damaged_lines` is None.
     """
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.is_file() else (), 1):
+    for number, line in enumerate(path.read_bytes()[:num_bytes].split(b"\n")[:-1] if path.is_file() else (), 1):
         try:
             with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
                 metrics: dict[str, float] = json.loads(line.decode())

@@ -12,7 +12,7 @@ from pathlib import Path
 from services.common.errors import DataLoss
 from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Kind, place_in
-from services.coordinator.runs.reader import LedgerRow
+from services.coordinator.runs.reader import LedgerReader, LedgerRow
 from services.coordinator.runs.record import batch_path, calls_path
 from services.coordinator.verify.samples import SampleChecks, check_calls, differing
 
@@ -48,8 +48,9 @@ def _read_manifest(checkpoint: Path) -> bytes:
 class History:
     """What may come next after the rows that were given to `follow`."""
 
-    def __init__(self, run_dir: Path, rows: Sequence[LedgerRow]):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, rows: Sequence[LedgerRow], ledger: LedgerReader):
+        """Takes all rows that were read from `ledger`, to which the run may append others meanwhile."""
+        self._run_dir, self._ledger, self._last_read = run_dir, ledger, rows[-1].seq
         self._newest = {(row.kind, row.version, _name_of(row)): row.seq for row in rows}
         self._unrecorded = _being_written(rows)
         # (seq, version) of the rows that say which batches were deleted, the newest first.
@@ -176,15 +177,14 @@ class History:
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
             path = batch_path(self._run_dir, version)
-            is_old = self._is_deleted_batch(row)
             try:
-                if path.is_file() or not is_old:
+                if path.is_file() or not self._is_deleted_batch(row):
                     self._check_batch(path, row)
             except (DataLoss, FileNotFoundError, ViolationError):
-                # A run that goes on may have deleted it meanwhile, which is no damage: `verify` reads the rows again.
-                require(is_old or path.is_file(), _missing(path, row))
                 if path.is_file():
                     raise
+                self._read_deletions()
+                require(self._is_deleted_batch(row), _missing(path, row))
             self.num_deleted += not path.is_file()
 
     def _check_batch(self, path: Path, row: LedgerRow) -> None:
@@ -195,6 +195,15 @@ class History:
             calls = calls_path(self._run_dir, version)
             if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
                 self._require_none(check_calls(path, calls))
+
+    def _read_deletions(self) -> None:
+        """Takes note of what the run has deleted since its rows were read: it records that before it deletes files."""
+        for row in self._ledger.rows(after=self._last_read):
+            self._last_read = row.seq
+            if row.kind == Kind.DELETED_BATCHES:
+                self._deletions.insert(0, (row.seq, row.required_version))
+            elif row.kind == Kind.DELETED:
+                self._newest[row.kind, row.version, _name_of(row)] = row.seq
 
     def _is_deleted_batch(self, row: LedgerRow) -> bool:
         later = itertools.takewhile(lambda deletion: deletion[0] > row.seq, self._deletions)
@@ -263,6 +272,10 @@ class History:
         return not is_gone and self._newest[saved.kind, saved.version, path] == saved.seq
 
     def _check_checkpoint(self, row: LedgerRow, content: bytes) -> None:
+        if not content:
+            self._read_deletions()
+            if not self._is_kept(row):
+                return
         manifest = self._current_path(row.body["path"]) / "manifest.json"
         require(bool(content), f"{manifest} of a recorded checkpoint is missing")
         digest = hashlib.sha256(content).hexdigest()

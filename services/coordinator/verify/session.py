@@ -2,10 +2,11 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
@@ -37,8 +38,29 @@ class Verdict:
     """The last lines of the history of calls up to the violation, if it is there."""
 
 
-def verify(run_dir: Path) -> Verdict:
+@dataclass(frozen=True)
+class _Written:
+    """What a run that goes on has written up to now. Open, so that a file can be read that it deletes meanwhile."""
+
+    calls: Sequence[tuple[Path, BinaryIO, int]]
+    """The files of the history of calls, and how many bytes they have."""
+    metrics_bytes: int
+
+
+def _written(run_dir: Path, opened: ExitStack) -> _Written:
+    calls = list[tuple[Path, BinaryIO, int]]()
+    for path in line_files(run_dir / HISTORY):
+        with suppress(FileNotFoundError):  # the oldest is deleted when a new one begins
+            file = opened.enter_context(path.open("rb"))
+            calls.append((path, file, path.stat().st_size))
+    metrics = run_dir / METRICS
+    return _Written(calls, metrics.stat().st_size if metrics.is_file() else 0)
+
+
+def verify(run_dir: Path, note: Callable[[str], None] = lambda _: None) -> Verdict:
     """Checks a run's ledger, the files that it describes and its calls, up to the first violation. Changes nothing.
+
+    `note` gets how far it is, again and again.
 
     Raises:
         NotFound: `run_dir` holds no run.
@@ -48,21 +70,26 @@ def verify(run_dir: Path) -> Verdict:
     before = ""
     with closing(LedgerReader(run_dir)) as ledger:
         for num_left in reversed(range(_MAX_ROUNDS)):
-            # The run may go on meanwhile: the rows are read next, and have everything that is in these parts of files.
-            written = [(path, path.stat().st_size) for path in line_files(run_dir / HISTORY)]
-            rows = ledger.rows()
-            if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
-                raise PreconditionFailed(f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify")
-            verdict = _verify(run_dir, rows, written)
+            with ExitStack() as opened:
+                # The run may go on meanwhile: the rows are read next, and have everything that was written before.
+                written = _written(run_dir, opened)
+                rows = ledger.rows()
+                if rows[0].kind == Kind.OPENED and "rollout" not in json.loads(rows[0].body["config"]):
+                    raise PreconditionFailed(
+                        f"{run_dir} is an SFT run, which samples nothing: there is nothing to verify"
+                    )
+                verdict = _verify(run_dir, History(run_dir, rows, ledger), rows, written, note)
             if verdict.violation in ("", before) or ledger.num_rows() == len(rows) or not num_left:
                 return verdict
-            before = verdict.violation  # the run may have deleted a checkpoint, whose row is among the new ones
+            before = verdict.violation  # the run may have gone back, and replaced a file that was read
     raise AssertionError("unreachable")
 
 
-def _verify(run_dir: Path, rows: Sequence[LedgerRow], written: Sequence[tuple[Path, int]]) -> Verdict:
-    history = History(run_dir, rows)
+def _verify(
+    run_dir: Path, history: History, rows: Sequence[LedgerRow], written: _Written, note: Callable[[str], None]
+) -> Verdict:
     for number, row in enumerate(rows, 1):
+        note(f"row {number:,} of {len(rows):,}")
         try:
             # What is not as it was written raises DataLoss: it is damage, and says nothing about the order.
             with reading(f"{run_dir}: row {row.seq} of the ledger, {row.kind}, or what it describes,"):
@@ -72,26 +99,25 @@ def _verify(run_dir: Path, rows: Sequence[LedgerRow], written: Sequence[tuple[Pa
     num_samples, calls = history.samples.num_samples, CallChecks(rows, history.samples.facts)
     shown = deque[str](maxlen=_NUM_SHOWN)
     try:
-        _follow_calls(calls, written, shown)
+        _follow_calls(calls, written, shown, note)
     except ViolationError as error:
         return Verdict(rows, num_samples, str(error), calls.num_calls, lines=tuple(shown))
-    violation = next(_wrong_lines(run_dir / METRICS, rows), "")
+    violation = next(_wrong_lines(run_dir / METRICS, rows, written.metrics_bytes), "")
     return Verdict(rows, num_samples, violation, calls.num_calls, history.num_deleted)
 
 
-def _follow_calls(calls: CallChecks, written: Sequence[tuple[Path, int]], shown: deque[str]) -> None:
-    """Checks the history of calls in the first bytes of files. The last line of a killed coordinator may be torn."""
-    for path, num_bytes in written:
-        with path.open("rb") as file:
-            whole = file.read(num_bytes).split(b"\n")[:-1]
-        for number, text in enumerate(whole, 1):
+def _follow_calls(calls: CallChecks, written: _Written, shown: deque[str], note: Callable[[str], None]) -> None:
+    """Checks the history of calls. The last line of a killed coordinator may be torn."""
+    for path, file, num_bytes in written.calls:
+        note(f"calls in {path.name}")
+        for number, text in enumerate(file.read(num_bytes).split(b"\n")[:-1], 1):
             shown.append(f"{path.name}:{number}  {text.decode(errors='replace')}")
             with reading(f"line {number} of {path}"):
                 calls.follow(json.loads(text))
 
 
-def _wrong_lines(path: Path, rows: Sequence[LedgerRow]) -> Iterator[str]:
-    """Yields a sentence for every line of a step that contradicts the ledger.
+def _wrong_lines(path: Path, rows: Sequence[LedgerRow], num_bytes: int) -> Iterator[str]:
+    """Yields a sentence for every line of a step, in the first bytes of the file, that contradicts the ledger.
 
     Lines may be missing, because a full disk does not end a run, and the line of a step is written before its row. The
     last line of a killed coordinator may be torn.
@@ -100,7 +126,7 @@ def _wrong_lines(path: Path, rows: Sequence[LedgerRow]) -> Iterator[str]:
     evaluations = {row.required_version: row.body for row in rows if row.kind == Kind.EVALUATED}
     newest = next((row.required_version for row in reversed(rows) if row.kind in (Kind.FINISHED, Kind.BEGUN)), 0)
     before = 0
-    for number, line in enumerate(metrics_lines(path), 1):
+    for number, line in enumerate(metrics_lines(path, num_bytes=num_bytes), 1):
         place, step, metrics = f"line {number} of {path.name}", line.step, line.metrics
         if not line.is_step:  # the time of an evaluation is in this line only
             evaluated = evaluations.get(step, {})

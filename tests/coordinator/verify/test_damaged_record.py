@@ -53,12 +53,12 @@ def replay(run_dir: Path) -> None:
 def test_a_checkpoint_that_is_deleted_while_verify_reads_is_no_violation(run_dir: Path) -> None:
     with closing(LedgerReader(run_dir)) as ledger:
         rows = ledger.rows()
-    history = History(run_dir, rows)
-    assert any(row.kind == Kind.SAVED for row in rows)
-    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
-        manifest.unlink()
-    for row in rows:
-        history.follow(row)
+        history = History(run_dir, rows, ledger)
+        assert any(row.kind == Kind.SAVED for row in rows)
+        for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+            manifest.unlink()
+        for row in rows:
+            history.follow(row)
     assert verify(run_dir).violation.endswith("manifest.json of a recorded checkpoint is missing")
 
 

@@ -1,5 +1,7 @@
 """Tests that a run deletes old batches if told to, can be resumed from each checkpoint, and verifies."""
 
+import itertools
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from services.common.config.run import Config
 from services.common.errors import NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.replay.record import Record
+from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
+from services.coordinator.runs.reader import METRICS
 from services.coordinator.runs.record import batch_path, batches_before, calls_path
 from services.coordinator.verify.samples import SampleChecks
 from services.coordinator.verify.session import verify
@@ -74,6 +78,28 @@ async def test_a_run_without_its_old_batches_goes_on_and_replays_those_that_it_h
         assert "is missing" in verify(config.run_dir).violation
     batch_path(config.run_dir, NUM_STEPS).unlink(missing_ok=True)  # not by the run
     assert "is missing" in verify(config.run_dir).violation
+
+
+async def test_a_run_that_is_faster_than_verify_reads_has_no_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = make_run(tmp_path, NUM_STEPS)
+    async with surviving_services() as services:
+        await services.run(config)
+    check, steps = SampleChecks.check, itertools.count(NUM_STEPS + 1)
+
+    def check_while_the_run_goes_on(self: SampleChecks, path: Path, version: int, *facts: Any) -> Iterator[str]:
+        """The run finishes a step and deletes the batch while it is read."""
+        step, metrics = next(steps), {"time/step_s": 1.0}
+        with (config.run_dir / METRICS).open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+        ledger.record(Kind.FINISHED, step, **metrics)
+        ledger.record(Kind.DELETED_BATCHES, version + 1)
+        path.unlink()
+        return check(self, path, version, *facts)
+
+    monkeypatch.setattr(SampleChecks, "check", check_while_the_run_goes_on)
+    with closing(Ledger(config.run_dir / LEDGER)) as ledger:
+        verdict = verify(config.run_dir)
+    assert (verdict.violation, verdict.num_deleted) == ("", NUM_STEPS)
 
 
 async def test_with_a_lag_the_best_checkpoint_keeps_what_was_sampled_before_it(tmp_path: Path):
