@@ -97,6 +97,9 @@ class CheckpointConfig(Strict):
     are deleted after a checkpoint, except those of the steps after the oldest checkpoint that max_ckpts_to_keep keeps,
     because a resumed run trains on them again, and with trainer.lag those that were sampled before the best checkpoint
     and trained on after it. `lockstep verify` and `replay` do without what was deleted."""
+    max_evaluations_to_keep: int | None = Field(default=None, ge=1)
+    """Number of evaluations whose samples to keep in the run's directory; null keeps all. Those of older ones are
+    deleted after a checkpoint; the metrics of all stay. `lockstep verify` does without what was deleted."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""
@@ -105,8 +108,9 @@ class CheckpointConfig(Strict):
 
     @model_validator(mode="after")
     def _deletes_after_checkpoints(self) -> Self:
-        if self.max_batches_to_keep is not None and not self.save_freq:
-            raise ValueError("max_batches_to_keep deletes batches after a checkpoint: set save_freq above 0")
+        for name in ("max_batches_to_keep", "max_evaluations_to_keep"):
+            if getattr(self, name) is not None and not self.save_freq:
+                raise ValueError(f"{name} deletes files after a checkpoint: set save_freq above 0")
         return self
 
 

@@ -24,7 +24,7 @@ from services.common.config.operation import CheckpointConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.files.storage import writing
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
-from services.coordinator.runs.record import batch_path, batches_before, calls_path, sha256_of
+from services.coordinator.runs.record import batch_path, batches_before, calls_path, evaluation_path, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES
 
 log = logging.getLogger(__name__)
@@ -247,6 +247,7 @@ class Checkpoints:
         await self._delete_all_but(self._config.max_critic_ckpts_to_keep, Kind.SAVED_CRITIC)
         await self._delete_all_but(self._config.max_ckpts_to_keep, Kind.SAVED)
         await self._delete_batches()
+        await self._delete_evaluations()
 
     async def _save_one(self, model: SavedModel, kind: Kind, step: int, model_version: int) -> None:
         path = self._path(kind, step)
@@ -284,6 +285,18 @@ class Checkpoints:
         if old := [path for path in batches_before(self._run_dir, first_kept) if path not in needed]:
             await self._ledger.free()
             self._ledger.record(Kind.DELETED_BATCHES, first_kept)
+            await asyncio.to_thread(_delete, old)
+
+    async def _delete_evaluations(self) -> None:
+        if self._config.max_evaluations_to_keep is None:
+            return
+        newest_first = {row["file"]: row["version"] for row in reversed(self._ledger.all(Kind.EVAL_SAMPLES))}
+        kept = list(dict.fromkeys(newest_first.values()))[: self._config.max_evaluations_to_keep]
+        files = (evaluation_path(self._run_dir, name) for name, version in newest_first.items() if version not in kept)
+        if old := [path for path in files if path.exists()]:
+            await self._ledger.free()
+            for path in old:
+                self._ledger.record(Kind.DELETED_EVALUATION, file=path.name)
             await asyncio.to_thread(_delete, old)
 
     def _sampled_before(self, version: int) -> Iterator[Path]:

@@ -44,6 +44,7 @@ class Kind(StrEnum):
     FAILED = "failed"  # the error that ended a session: reason and message
     DELETED = "deleted"  # path of a checkpoint that no longer belongs to the run
     DELETED_BATCHES = "deleted_batches"  # of all versions before this one, to free space
+    DELETED_EVALUATION = "deleted_evaluation"  # name of a file of samples, deleted to free space
 
 
 def _fields(**types: Any) -> TypeAdapter[BaseModel]:
@@ -77,9 +78,10 @@ _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = 
     Kind.FAILED: _fields(reason=str, message=str),
     Kind.DELETED: _fields(path=str),
     Kind.DELETED_BATCHES: _fields(),
+    Kind.DELETED_EVALUATION: _fields(file=str),
 }
 _OF_SFT = _fields(**_DATASET)
-_WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.FAILED}
+_WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.DELETED_EVALUATION, Kind.FAILED}
 _OTHER = _fields()
 
 

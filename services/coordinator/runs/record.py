@@ -137,10 +137,9 @@ class RunRecord:
 
     def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
         """Writes the samples of an evaluation of set `name` as Parquet, and records their file's SHA-256."""
-        directory = self.run_dir / "evaluations"
-        path = directory / f"{name}-step-{stamp.version:06d}.parquet"
+        path = evaluation_path(self.run_dir, f"{name}-step-{stamp.version:06d}.parquet")
         with writing(path):
-            directory.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             _write_parquet(samples, path)
         self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=sha256_of(path))
 
@@ -181,6 +180,10 @@ def batch_path(run_dir: Path, version: int) -> Path:
 
 def calls_path(run_dir: Path, version: int) -> Path:
     return batch_path(run_dir, version).with_suffix(".calls.parquet")
+
+
+def evaluation_path(run_dir: Path, file: str) -> Path:
+    return run_dir / "evaluations" / file
 
 
 def batches_before(run_dir: Path, version: int) -> list[Path]:

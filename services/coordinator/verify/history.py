@@ -4,8 +4,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from services.common.errors import DataLoss
 from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Kind, place_in
 from services.coordinator.runs.reader import LedgerReader, LedgerRow
-from services.coordinator.runs.record import batch_path, calls_path
+from services.coordinator.runs.record import batch_path, calls_path, evaluation_path
 from services.coordinator.verify.samples import SampleChecks, check_calls, differing
 
 # Sections of the config that decide how weights are cut into buckets, which the digest covers.
@@ -70,7 +70,7 @@ class History:
         self._saved: dict[str, int] = {}
         self._dataset = ""
         self._selected: dict[int, JsonMapping] = {}
-        self._evaluations: dict[int, list[Path]] = {}
+        self._evaluations: dict[int, list[tuple[Path, LedgerRow]]] = {}
         self.samples = SampleChecks()
         self._follow: dict[str, Callable[[LedgerRow], None]] = {
             Kind.OPENED: self._opened,
@@ -177,14 +177,8 @@ class History:
         session.collected.add(version)
         if self._newest[row.kind, version, None] == row.seq:  # a later batch has replaced the file otherwise
             path = batch_path(self._run_dir, version)
-            try:
-                if path.is_file() or not self._is_deleted_batch(row):
-                    self._check_batch(path, row)
-            except (DataLoss, FileNotFoundError, ViolationError):
-                if path.is_file():
-                    raise
-                self._read_deletions()
-                require(self._is_deleted_batch(row), _missing(path, row))
+            with self._unless_deleted(path, row):
+                self._check_batch(path, row)
             self.num_deleted += not path.is_file()
 
     def _check_batch(self, path: Path, row: LedgerRow) -> None:
@@ -196,16 +190,31 @@ class History:
             if body.get("calls_sha256") and self._is_recorded(calls, row, "calls_sha256"):
                 self._require_none(check_calls(path, calls))
 
+    @contextmanager
+    def _unless_deleted(self, path: Path, row: LedgerRow) -> Iterator[None]:
+        """Checks the file at `path`, which `row` describes, in the block, unless the run has deleted it."""
+        try:
+            yield
+        except (DataLoss, FileNotFoundError, ViolationError):
+            if path.is_file():
+                raise
+            if not self._has_deleted(row):
+                self._read_deletions()  # the run may have deleted it meanwhile
+            require(self._has_deleted(row), _missing(path, row))
+
     def _read_deletions(self) -> None:
         """Takes note of what the run has deleted since its rows were read: it records that before it deletes files."""
         for row in self._ledger.rows(after=self._last_read):
             self._last_read = row.seq
             if row.kind == Kind.DELETED_BATCHES:
                 self._deletions.insert(0, (row.seq, row.required_version))
-            elif row.kind == Kind.DELETED:
+            elif row.kind in (Kind.DELETED, Kind.DELETED_EVALUATION):
                 self._newest[row.kind, row.version, _name_of(row)] = row.seq
 
-    def _is_deleted_batch(self, row: LedgerRow) -> bool:
+    def _has_deleted(self, row: LedgerRow) -> bool:
+        """Returns whether the run has deleted the samples of a row to free space."""
+        if row.kind == Kind.EVAL_SAMPLES:
+            return self._newest.get((Kind.DELETED_EVALUATION, None, _name_of(row)), 0) > row.seq
         later = itertools.takewhile(lambda deletion: deletion[0] > row.seq, self._deletions)
         return any(row.required_version < first_kept for _, first_kept in later)
 
@@ -244,17 +253,19 @@ class History:
             self._require_none(differing(batch_path(self._run_dir, before), facts.metrics, row.body))
 
     def _is_sampled_for_evaluation(self, row: LedgerRow) -> None:
-        path = self._run_dir / "evaluations" / row.body["file"]
+        path = evaluation_path(self._run_dir, row.body["file"])
         is_newest = self._newest[row.kind, row.version, row.body["file"]] == row.seq
-        if is_newest and self._is_recorded(path, row):
-            self._evaluations.setdefault(row.required_version, []).append(path)
+        with self._unless_deleted(path, row):
+            if is_newest and self._is_recorded(path, row):
+                self._evaluations.setdefault(row.required_version, []).append((path, row))
 
     def _is_evaluated(self, row: LedgerRow) -> None:
         version = row.required_version
         require(version == self._session.version, f"version {version} was evaluated while another one was served")
         stamp = version, self._in_session(row).get(version, "")
-        for path in self._evaluations.pop(version, []):
-            self._require_none(self.samples.check_evaluation(path, stamp, row.body))
+        for path, sampled in self._evaluations.pop(version, []):
+            with self._unless_deleted(path, sampled):
+                self._require_none(self.samples.check_evaluation(path, stamp, row.body))
 
     def _is_saved(self, row: LedgerRow) -> None:
         version, path = row.required_version, row.body["path"]

@@ -18,7 +18,7 @@ from services.common.errors import NotFound
 from services.coordinator.cli.main import app
 from services.coordinator.replay.record import Record
 from services.coordinator.runs.ledger import LEDGER, Kind, Ledger
-from services.coordinator.runs.reader import METRICS
+from services.coordinator.runs.reader import METRICS, metrics_lines
 from services.coordinator.runs.record import batch_path, batches_before, calls_path
 from services.coordinator.verify.samples import SampleChecks
 from services.coordinator.verify.session import verify
@@ -102,6 +102,21 @@ async def test_a_run_that_is_faster_than_verify_reads_has_no_violation(tmp_path:
     assert (verdict.violation, verdict.num_deleted) == ("", NUM_STEPS)
 
 
+async def test_the_newest_evaluations_are_kept_and_the_metrics_of_all(tmp_path: Path):
+    config = make_run(tmp_path, NUM_STEPS)
+    kept = config.checkpoint.model_copy(update={"max_evaluations_to_keep": 2})
+    config = config.model_copy(update={"checkpoint": kept})
+    async with surviving_services() as services:
+        await services.run(config)
+    evaluated = [line.step for line in metrics_lines(config.run_dir / METRICS) if not line.is_step]
+    held = sorted(path.name for path in (config.run_dir / "evaluations").iterdir())
+    assert held == [f"test-step-{step:06d}.parquet" for step in evaluated[-2:]]
+    assert len(evaluated) > 2
+    assert verify(config.run_dir).violation == ""
+    (config.run_dir / "evaluations" / held[0]).unlink()  # not by the run
+    assert "is missing" in verify(config.run_dir).violation
+
+
 async def test_with_a_lag_the_best_checkpoint_keeps_what_was_sampled_before_it(tmp_path: Path):
     lagged = {"lag": {"versions": 1}, "loss": {"old_logprobs": "engine", "clip_dual": 3.0}}
     config = make_run(tmp_path, NUM_STEPS, trainer=lagged)
@@ -128,6 +143,7 @@ def test_the_calls_of_a_batch_are_deleted_with_it(tmp_path: Path):
     }
 
 
-def test_without_checkpoints_nothing_would_be_deleted():
-    with pytest.raises(ValidationError, match="set save_freq above 0"):
-        CheckpointConfig(max_batches_to_keep=1)
+@pytest.mark.parametrize("name", ["max_batches_to_keep", "max_evaluations_to_keep"])
+def test_without_checkpoints_nothing_would_be_deleted(name: str):
+    with pytest.raises(ValidationError, match=f"{name} .*set save_freq above 0"):
+        CheckpointConfig.model_validate({name: 1})
