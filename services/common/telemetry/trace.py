@@ -258,6 +258,10 @@ class Trace:
             self._write(ph="e", name=name, id2=number, ts=span.ended_ns / 1e3)
 
     def close(self) -> None:
+        """Closes the file, which gets no more spans: a process may have a trace for each of many runs."""
+        file, self._path, self._file = self._file, "", None
+        if file is not None:
+            file.close()
         if self._otel:
             self._otel.close()
 
@@ -272,7 +276,7 @@ class Trace:
 
     def _append(self, event: dict[str, object]) -> None:
         if self._file is None:
-            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 closed with the process
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 `close` closes it
             self._file.write("\n" if self._file.tell() else "[\n")  # a full disk may have cut the last line
             self._append({"ph": "M", "name": "process_name", "args": {"name": self._process}})
         common = {"cat": "lockstep", "pid": os.getpid(), "tid": 0}

@@ -55,6 +55,24 @@ def test_a_long_trace_is_joined_without_being_in_memory(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text())) == 100_000
 
 
+def test_a_closed_trace_keeps_no_file_open_and_writes_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.json"
+    trace = Trace(path, "coordinator")
+    with trace.span("step"):
+        pass
+    assert path in open_files()
+    trace.close()
+    assert path not in open_files()
+    written = path.read_text()
+    with trace.span("step"):
+        pass
+    assert path.read_text() == written
+
+
+def open_files() -> set[Path]:
+    return {link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+
+
 def test_no_path_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with Trace("", "").span("x"):
