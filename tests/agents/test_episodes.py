@@ -181,9 +181,8 @@ async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
 async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: str, reason: str | None):
     async with staged(says, path=f"{AGENTS}:too_long") as stage:
         if reason is None:  # it has sampled nothing, so there is nothing to train
-            with pytest.raises(
-                EpisodeFailed, match=r"no answer of the model \(1 call refused, .*: the prompt has \d+ tokens"
-            ):
+            told = r"\(1 call refused, .*: This model's maximum context length is \d+ tokens, and the prompt has \d+\)"
+            with pytest.raises(EpisodeFailed, match=rf"no answer of the model {told}"):
                 await stage.play(question)
             return
         group = await stage.play(question)

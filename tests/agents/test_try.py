@@ -85,7 +85,7 @@ def test_the_calls_of_an_agent_are_shown_as_a_run_would_read_them(model: Path) -
 
 def test_what_an_agent_asks_in_vain_and_its_failure_are_shown(model: Path) -> None:
     done = tried(model, "hi", path=f"{AGENTS}:too_long")
-    assert "--- call 0 is refused, context_length_exceeded: the prompt has " in done.stdout
+    assert "--- call 0 is refused, context_length_exceeded: This model's maximum context length is " in done.stdout
     assert done.exit_code == 1 and "0 calls in 0 segments" in done.stdout, "a run trains no such episode"
     assert "no answer of the model (1 call refused" in done.stdout
     done = tried(model, "hi", path=f"{AGENTS}:crashes")

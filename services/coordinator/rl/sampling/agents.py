@@ -242,7 +242,8 @@ class AgentEpisode:
             self.threads.drop(call)
             self._note_last_call(asked.number, is_cut=True)
             self._overlong = asked.number
-            message = f"the prompt has {len(call.prompt)} tokens, and a prompt with its answer at most {most}"
+            # OpenAI's words, by which clients tell a prompt that is too long from other bad requests.
+            message = f"This model's maximum context length is {most} tokens, and the prompt has {len(call.prompt)}"
             return self._refuse(asked, message, "context_length_exceeded")
         return call
 
