@@ -75,7 +75,7 @@ async def test_the_version_follows_what_decides_the_score(open_run):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_an_answer_that_is_none_of_a_model_is_an_error_and_not_asked_for_again(open_run, make_item, answer, words):
+async def test_an_answer_of_no_model_is_an_error_and_not_asked_for_again(open_run, make_item, answer, words):
     async with served(in_turn(answer)) as end, open_run(judge(end.url), {"kind": "exact"}) as run:
         (outcome,) = await run.score([make_item("a", "a")])
     assert (outcome.failure.reason, outcome.failed_scorer, len(end.bodies)) == (FailureReason.ERROR, "judge", 1)
