@@ -125,6 +125,44 @@ def test_an_answer_with_a_name_or_with_the_text_that_has_ended_it_goes_on(change
     assert first.answer == tuple(tokens) and (last.prompt[: len(first.tokens)] == first.tokens) is is_known
 
 
+@pytest.mark.parametrize(
+    ("sampled", "stop", "rest", "is_known"),
+    [
+        ("print(1)</code>", "</code>", "\nCalling tools: []", True),
+        ("print(1)</code>\n", "</code>", "\nCalling tools: []", True),  # the end of the token that has ended it
+        ("print(1)</code>\n", "</code>", " Calling tools: []", False),
+        ("print(1)</code>" + END, "</code>", "\nCalling tools: []", False),  # the model has ended its turn
+        ("print(1)", "", " and on", True),  # a limit has ended it
+        ("print(1)", "", END + " and on", True),
+    ],
+)
+def test_what_an_agent_writes_behind_an_answer_that_has_not_ended_its_turn_follows_it_as_text(
+    sampled: str, stop: str, rest: str, is_known: bool
+):
+    talk, tokens = Talk(), TOKENIZER.encode(sampled)
+    answer = {"role": "assistant", "content": "print(1)"}
+    close(talk.add([user("q")]), tokens, answer, None, stop)
+    sent = {**answer, "content": f"print(1){stop}{rest}"}
+    said = talk.ask([user("q"), sent, user("It is 1.")], "Yes")
+    talk.ask([user("q"), sent, user("It is 1."), said, user("Sure?")], "Yes")
+    assert talk.shape == ([([0, 1, 2], 0)] if is_known else [([0], 0), ([1, 2], 0)])
+    first, second, _ = talk.threads.calls
+    assert (second.prompt[: len(first.tokens)] == first.tokens) is is_known
+    whole = Talk().add([user("q"), sent, user("It is 1.")])
+    shown = [TOKENIZER.decode(call.prompt, skip_special_tokens=False) for call in (second, whole)]
+    assert shown[0] == shown[1], "the model reads what the chat template shows"
+    end = TOKENIZER.encode(END)[0]
+    assert second.prompt.count(end) == whole.prompt.count(end), "no text becomes a special token"
+
+
+def test_the_answer_that_an_agent_sends_whole_goes_before_one_that_it_would_have_added_to():
+    talk, start = Talk(), [user("q")]
+    for text in ("Par", "Paris"):
+        close(talk.add(start), TOKENIZER.encode(text), {"role": "assistant", "content": text}, None)
+    talk.ask([*start, {"role": "assistant", "content": "Paris"}, user("Sure?")], "Yes")
+    assert talk.threads.calls[2].parent is talk.threads.calls[1]
+
+
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_another_name_begins_a_segment(role: str):
     talk, first = Talk(), {"role": role, "content": "hello", "name": "ann"}

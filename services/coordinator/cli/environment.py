@@ -178,7 +178,9 @@ class TypedModel:
             _show_message(self._console, message)
         if (text := next(self._turns, None)) is None:
             raise NoMoreTurnsError
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_token_ids[0]]
+        ends = [at + len(end) for end in stop if (at := text.find(end)) >= 0]
+        tokens = self._tokenizer.encode(text[: min(ends, default=None)])
+        tokens += [] if ends else [self._tokenizer.eos_token_ids[0]]
         is_cut = len(tokens) > limit
         tokens = tokens[:limit]
         reason = FinishReason.FINISH_REASON_LENGTH if is_cut else FinishReason.FINISH_REASON_STOP

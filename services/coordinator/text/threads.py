@@ -74,15 +74,28 @@ class Renderer:
         shown = [*map(_to_template, messages[:1]), *self._for_template(messages[1:], tools)]
         return self._bridge(tools).prompt((), shown)
 
-    def extend(self, tokens: Sequence[int], messages: Sequence[JsonMapping], tools: str) -> list[int] | None:
+    def extend(
+        self, tokens: Sequence[int], messages: Sequence[JsonMapping], tools: str, rest: str = ""
+    ) -> list[int] | None:
         """Returns the tokens that follow an answer, which ends `tokens`; None if the template would rewrite history.
 
-        Messages of role system become those of a user, if the template takes none there.
+        `rest` is what the agent has written behind the answer, in the same message. Messages of role system become
+        those of a user, if the template takes none there.
         """
         shown = self._for_template(messages, tools)
         if not all(self._keeps(tools, role) for role in {message["role"] for message in shown}):
             return None
-        return self._bridge(tools).extend(tokens, shown)
+        bridge = self._bridge(tools)
+        written = bridge.extend(tokens, [{"role": "", "content": rest}]) if rest else []
+        return [*written, *bridge.extend([*tokens, *written], shown)]
+
+    def text_after(self, answer: Sequence[int], shown: str) -> str | None:
+        """Returns what was sampled after the text that an agent was shown of an answer; None if nothing can follow it,
+        because the model has ended its turn."""
+        if not shown or not answer or answer[-1] in self._tokenizer.eos_token_ids:
+            return None
+        _, found, after = self._tokenizer.decode(list(answer), skip_special_tokens=False).rpartition(shown)
+        return after if found else None
 
     def _for_template(self, messages: Sequence[JsonMapping], tools: str) -> Sequence[JsonMapping]:
         """Returns messages after the first as the template takes them."""
@@ -128,10 +141,10 @@ class Threads:
     def place(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
         """Returns the call that `add` would add. Raises InvalidInput as `add` does."""
         conversation, shown = list(map(_canonical, messages)), json.dumps(tools)
-        parent = self._find_parent(conversation, shown)
+        parent, rest = self._find_parent(conversation, shown)
         prompt: tuple[int, ...] = ()
         if parent:
-            added = self.renderer.extend(parent.tokens, messages[len(parent.conversation) :], shown)
+            added = self.renderer.extend(parent.tokens, messages[len(parent.conversation) :], shown, rest)
             prompt = (*parent.tokens, *added) if added is not None else ()
         if not prompt:
             parent, prompt = None, tuple(self.renderer.prompt(messages, shown))
@@ -160,22 +173,42 @@ class Threads:
         for index, follower in enumerate(sorted(followers, key=_sort_key)):
             yield from self._paths_from([*calls, follower], len(calls) if index else num_repeated)
 
-    def _find_parent(self, conversation: Sequence[JsonMapping], tools: str) -> Call | None:
-        """Returns the call with the longest conversation that this one begins with, if nothing of the model follows.
+    def _find_parent(self, conversation: Sequence[JsonMapping], tools: str) -> tuple[Call | None, str]:
+        """Returns the call with the longest conversation that this one begins with, if nothing of the model follows;
+        and what the agent has written behind its answer.
 
         Returns None if several have other tokens: it is unknown which of them the agent has continued.
         """
-        found: list[Call] = []
+        found: list[tuple[Call, str]] = []
         for call in self.calls:
-            length = len(call.conversation)
-            is_open = call.is_answered and call.tools == tools and length < len(conversation)
-            if is_open and _same_messages(call.conversation, conversation[:length]):
-                found.append(call)
-        longest = max((len(call.conversation) for call in found), default=0)
-        found = [call for call in found if len(call.conversation) == longest]
-        is_continued = all(message["role"] != "assistant" for message in conversation[longest:])
-        is_known = len({call.tokens for call in found}) == 1
-        return found[0] if is_continued and is_known else None
+            is_open = call.is_answered and call.tools == tools and len(call.conversation) < len(conversation)
+            if is_open and (rest := self._rest(call, conversation)) is not None:
+                found.append((call, rest))
+        length, least = max(((len(call.conversation), -len(rest)) for call, rest in found), default=(0, 0))
+        found = [(call, rest) for call, rest in found if (len(call.conversation), -len(rest)) == (length, least)]
+        is_continued = all(message["role"] != "assistant" for message in conversation[length:])
+        is_known = len({call.tokens for call, _ in found}) == 1
+        return found[0] if is_continued and is_known else (None, "")
+
+    def _rest(self, call: Call, conversation: Sequence[JsonMapping]) -> str | None:
+        """Returns what an agent has written behind the answer of a call, within its message; None if `conversation`
+        does not continue the call.
+
+        Some agents add to an answer that a text of `stop` or a limit has ended. The same text follows then as the chat
+        template would show, so it is appended to what was sampled.
+        """
+        *before, known = call.conversation
+        sent = conversation[len(before)]
+        if not all(map(_same_message, before, conversation)):
+            return None
+        if _same_message(known, sent):
+            return ""
+        shown = known["content"] + known.get("stop", "")
+        is_more = sent["content"].startswith(shown) and "tool_calls" not in known
+        if not is_more or not _same_message(known, {**sent, "content": known["content"]}):
+            return None
+        rest, sampled = sent["content"][len(shown) :], self.renderer.text_after(call.answer, shown)
+        return rest[len(sampled) :] if sampled is not None and rest.startswith(sampled) else None
 
 
 def close(call: Call, answer: Sequence[int], message: JsonMapping, facts: object, stop: str = "") -> None:
@@ -205,10 +238,6 @@ def _value(arguments: str) -> str:
         return json.dumps(json.loads(arguments, parse_float=number, parse_int=number), sort_keys=True)
     except (ValueError, OverflowError, RecursionError):
         return arguments
-
-
-def _same_messages(one: Sequence[JsonMapping], other: Sequence[JsonMapping]) -> bool:
-    return all(map(_same_message, one, other))
 
 
 def _same_message(known: JsonMapping, sent: JsonMapping) -> bool:
