@@ -26,6 +26,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.agents import AgentCollector
 from services.coordinator.rl.sampling.collect import PromptRequest
 from services.reward.agents.chat import Chat
+from services.reward.agents.dialect import Drops
 from services.reward.agents.messages import Messages
 from services.reward.agents.responses import Responses
 from tests.agents.harness import MAX_MODEL_LEN, STAMP, make_chat_tokenizer
@@ -145,7 +146,7 @@ async def play(agent: Agent, engine: Engine, dialect: str, **environment: Any) -
 
         async def ask(history: Sequence[Json], system: str = "", *, with_tools: bool = True) -> tuple[int, Json]:
             body = json.dumps(speaker.body(history, system, with_tools=with_tools)).encode()
-            read, number = speaker.dialect.read(body, ()), next(numbers)
+            read, number = speaker.dialect.read(body, Drops()), next(numbers)
             sha256 = hashlib.sha256(body).hexdigest()
             call = AgentCall(number=number, request_json=json.dumps(read.neutral), body_sha256=sha256)
             NUMBER.set(number)

@@ -15,7 +15,7 @@ from services.coordinator.text import threads
 from services.coordinator.text.threads import Renderer, Threads
 from services.reward.agents import dialect as dialects
 from services.reward.agents.chat import Chat
-from services.reward.agents.dialect import Dialect, Refusal, read_tool
+from services.reward.agents.dialect import Dialect, Drops, Refusal, read_tool
 from services.reward.agents.messages import Messages
 from services.reward.agents.responses import Responses
 from tests.agents.in_process import TOKENIZER, caught
@@ -127,7 +127,7 @@ def changed(body: Json, chance: random.Random) -> Json:
 def play(dialect: Dialect, body: Json) -> bool:
     """Does with a body what endpoint and coordinator do. Returns whether it became a call; it may be refused."""
     try:
-        neutral = dialect.read(json.dumps(body).encode(), ()).neutral
+        neutral = dialect.read(json.dumps(body).encode(), Drops()).neutral
         said = json.loads(json.dumps(neutral))
         log = CallLog()
         log.keep(log.ask(AgentCall(), said), said)

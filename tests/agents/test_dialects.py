@@ -14,7 +14,7 @@ from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.reward.agents import endpoint as module
 from services.reward.agents.chat import Chat
-from services.reward.agents.dialect import Refusal
+from services.reward.agents.dialect import Drops, Refusal
 from services.reward.agents.endpoint import Endpoint, Line
 from services.reward.agents.messages import Messages
 from services.reward.agents.responses import Responses
@@ -27,6 +27,7 @@ SCHEMA = {"type": "object", "properties": {"a": {}, "b": {}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 TOOL = {"name": "add", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 FUNCTION = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
+DROPS = Drops(["web_search", "namespace"])
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -41,7 +42,7 @@ def says(message: Json, reason: str = "stop", **more: Any) -> Callable[[AgentCal
 @contextlib.asynccontextmanager
 async def served(ask: Callable[[AgentCall], Awaitable[CallAnswer]]) -> AsyncIterator[tuple[str, Line]]:
     """Yields the URL of an endpoint, and the line of one episode whose calls `ask` answers."""
-    endpoint = Endpoint(["web_search", "namespace"])
+    endpoint = Endpoint(DROPS)
     await endpoint.open_port()
     try:
         yield f"http://127.0.0.1:{endpoint.port}", endpoint.begin(ask, 4096)
@@ -193,7 +194,7 @@ def test_one_conversation_in_three_dialects_is_one_request():
         (Messages(), ANTHROPIC, ["output_config", "temperature", "thinking"], ["END"]),
         (Responses(), RESPONSES, ["reasoning", "top_p"], []),
     ):
-        read = dialect.read(json.dumps(body).encode(), ["web_search", "namespace"])
+        read = dialect.read(json.dumps(body).encode(), DROPS)
         assert as_values(read.neutral["messages"]) == as_values(CONVERSATION), dialect
         assert read.neutral | {"messages": 0} == {"messages": 0, "tools": [CHAT_TOOL], "max_tokens": 9, "stop": stop}
         assert (read.overridden, read.streams, read.counts) == (overridden, False, False)
@@ -202,7 +203,7 @@ def test_one_conversation_in_three_dialects_is_one_request():
 def test_items_of_two_answers_are_two_messages():
     answer = [RESPONSES["input"][1], RESPONSES["input"][2], RESPONSES["input"][3]]
     items = [HELLO[0], answer[1], answer[1], *answer, answer[2], answer[0], {"type": "reasoning", "summary": []}]
-    read = Responses().read(json.dumps({"input": items}).encode(), []).neutral["messages"]
+    read = Responses().read(json.dumps({"input": items}).encode(), Drops()).neutral["messages"]
     said = {"role": "assistant", "content": "I add."}
     third, fourth = {**SAID, "tool_calls": [CALL, CALL]}, {**said, "content": "", "reasoning": "Easy."}
     assert read == [HELLO[0], said, said, third, fourth]
@@ -252,10 +253,31 @@ REFUSED: list[tuple[Any, Json, str]] = [
 @pytest.mark.parametrize(("dialect", "more", "param"), REFUSED)
 def test_what_cannot_be_rendered_or_changes_the_distribution_is_refused(dialect: Any, more: Json, param: str):
     plain: Json = {"input": "hello"} if dialect is Responses else {"messages": HELLO}
-    dialect().read(json.dumps(plain).encode(), [])
+    dialect().read(json.dumps(plain).encode(), Drops())
     with pytest.raises(Refusal) as caught:
-        dialect().read(json.dumps({**plain, **more}).encode(), [])
+        dialect().read(json.dumps({**plain, **more}).encode(), Drops())
     assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+CHOSEN: Json = {"tool_choice": "required", "parallel_tool_calls": False}
+FORMAT: Json = {"type": "json_schema"}
+DROPPED: list[tuple[Any, Json]] = [
+    (Chat, {**CHOSEN, "response_format": FORMAT, "logprobs": True, "chat_template_kwargs": {"enable_thinking": False}}),
+    (Messages, {"tool_choice": {"type": "any"}, "output_config": {"format": FORMAT}}),
+    (Responses, {**CHOSEN, "text": {"format": FORMAT}, "truncation": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "more"), DROPPED)
+def test_fields_of_the_answer_are_left_out_if_the_run_names_them_and_refused_with_that_fix_if_not(
+    dialect: Any, more: Json
+):
+    plain: Json = {"input": "hello"} if dialect is Responses else {"messages": HELLO}
+    expected = dialect().read(json.dumps(plain).encode(), Drops())
+    assert dialect().read(json.dumps({**plain, **more}).encode(), Drops(fields=more)) == expected
+    for key in more:
+        with pytest.raises(Refusal, match=f"^{key}: .*; environment.drop_fields can leave it out$"):
+            dialect().read(json.dumps({**plain, **more}).encode(), Drops(fields=more.keys() - {key}))
 
 
 async def refuses(call: AgentCall) -> CallAnswer:

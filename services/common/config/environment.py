@@ -252,6 +252,13 @@ class OpenEnvEnvironmentConfig(BaseEnvironmentConfig, ReasoningTags):
         return self.episode_s
 
 
+AnswerField = Literal[
+    "tool_choice", "parallel_tool_calls", "response_format", "text", "output_config", "logit_bias", "logprobs",
+    "top_logprobs", "truncation", "chat_template_kwargs",
+]  # fmt: skip
+"""Fields of an agent's requests that a run cannot honor, and that many agents do without."""
+
+
 class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     kind: Literal["agent"] = "agent"
     """Train the model inside of your own program, which calls it over HTTP with OpenAI's or Anthropic's API:
@@ -304,6 +311,9 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     drop_tools: tuple[str, ...] = ()
     """Types of tools, such as web_search or namespace, to leave out of requests; a date at the end, as in
     web_search_20250305, need not be named. Without this, a request with a tool that is no function is refused."""
+    drop_fields: tuple[AnswerField, ...] = ()
+    """Fields of requests that constrain or extend an answer, such as tool_choice, to leave out. The agent must then
+    bear an answer that they would have ruled out. Without this, a request with one is refused."""
     tool_syntax: Literal["hermes", "qwen3_coder", "llama3", "none"] = "hermes"
     """How the model writes calls of the functions in a request; see the kind tools. none: its text is the answer."""
     num_workers: int = Field(default=2, ge=1, le=1024)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
@@ -10,6 +10,7 @@ from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
+    Drops,
     Refusal,
     Request,
     event,
@@ -25,17 +26,17 @@ _REPLACED = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty
 _REPLACED |= {"repetition_penalty", "reasoning_effort", "verbosity"}
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _KNOWN = {"model", "messages", "tools", "stream", "stream_options", "stop", "user", "metadata", "store", *_LIMITS}
-_KNOWN |= {"service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", *_REPLACED}
+_KNOWN |= {"service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction", *_REPLACED}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class Chat(Dialect):
     """POST /v1/chat/completions."""
 
-    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
-        said = read_object(body, _KNOWN)
+    def read(self, body: bytes, drops: Drops) -> Request:
+        said = read_object(body, _KNOWN, drops.fields)
         messages = read_list(said.get("messages"), "messages", 1)
-        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drop_tools]
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drops.tools]
         neutral = {
             "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
             "tools": [read_tool(_function(tool), tool.get("type")) for tool in tools],

@@ -7,9 +7,11 @@ reasoning; tools; max_tokens (0 for the run's own limit); stop.
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from lockstep.reward.v1.agent_pb2 import CallAnswer
 
+from services.common.config.environment import AnswerField
 from services.common.json_values import JsonObject
 from services.common.tool_syntax import MAX_DEPTH, is_deep
 
@@ -28,6 +30,7 @@ NO_SPECIAL_WISH: Mapping[str, Sequence[object]] = {
 }
 """Values that change nothing, of keys that are otherwise refused."""
 _MAX_STOPS = 64  # the engine looks for each of them after each token, while all other requests wait
+_CAN_BE_DROPPED = get_args(AnswerField)
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -37,6 +40,15 @@ class Refusal(Exception):
     def __init__(self, message: str, *, status: int = 400, param: str = "", code: str = ""):
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
+
+
+@dataclass(frozen=True)
+class Drops:
+    """What is left out of requests."""
+
+    tools: Collection[str] = ()
+    """Types of tools."""
+    fields: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,8 @@ class Dialect:
     keep_alive = b": the model is still at work\n\n"
     """What a stream has while there is no answer yet."""
 
-    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
-        """Reads a request, without tools of the types `drop_tools`.
+    def read(self, body: bytes, drops: Drops) -> Request:
+        """Reads a request, without what it is to leave out.
 
         Raises:
             Refusal: It is malformed, or asks for what would change the distribution or cannot be rendered.
@@ -88,8 +100,8 @@ def event(content: JsonObject) -> bytes:
     return f"{name}data: {json.dumps(content)}\n\n".encode()
 
 
-def read_object(body: bytes, known: Collection[str]) -> JsonObject:
-    """Returns the keys of a body that are not null.
+def read_object(body: bytes, known: Collection[str], dropped: Collection[str]) -> JsonObject:
+    """Returns the keys of a body that are neither null nor `dropped`.
 
     Raises:
         Refusal: It is no JSON object, is nested too deep, or has a key that is not `known` with a value that changes
@@ -103,7 +115,7 @@ def read_object(body: bytes, known: Collection[str]) -> JsonObject:
         raise Refusal("the body must be a JSON object")
     if is_deep(said):  # what reads or writes it again would overflow the stack
         raise Refusal(f"the body is nested more than {MAX_DEPTH} deep")
-    said = {key: value for key, value in said.items() if value is not None}
+    said = {key: value for key, value in said.items() if value is not None and key not in dropped}
     for key, value in said.items():
         if key not in known and value not in NO_SPECIAL_WISH.get(key, ()) and value != []:
             raise unsupported(key, value)
@@ -111,7 +123,9 @@ def read_object(body: bytes, known: Collection[str]) -> JsonObject:
 
 
 def unsupported(param: str, value: object) -> Refusal:
-    return Refusal(f"{param}: {json.dumps(value)[:100]} is not supported while a model is trained", param=param)
+    remedy = "; environment.drop_fields can leave it out" if param in _CAN_BE_DROPPED else ""
+    message = f"{param}: {json.dumps(value)[:100]} is not supported while a model is trained{remedy}"
+    return Refusal(message, param=param)
 
 
 def read_limit(said: JsonObject, *keys: str) -> int:

@@ -15,7 +15,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.common.rpc.channel import HANDSHAKE_MS, max_connections
 from services.reward.agents.chat import Chat, write_model
-from services.reward.agents.dialect import Dialect, Refusal, Request
+from services.reward.agents.dialect import Dialect, Drops, Refusal, Request
 from services.reward.agents.messages import CountTokens, Messages
 from services.reward.agents.remote import Site
 from services.reward.agents.responses import Responses
@@ -222,8 +222,8 @@ class _Server(web.Server):
 class Endpoint:
     """Serves the lines of all episodes: on a port and, of those in sandboxes, each at its own socket."""
 
-    def __init__(self, drop_tools: Collection[str]):
-        self._drop_tools = frozenset(drop_tools)
+    def __init__(self, drops: Drops):
+        self._drops = drops
         self._lines: dict[str, Line] = {}
         self._servers: dict[str, _Server] = {}
         self._secret, self._site = os.urandom(32), None
@@ -309,7 +309,7 @@ class Endpoint:
 
     async def _call(self, request: web.BaseRequest, dialect: Dialect, line: Line) -> web.StreamResponse:
         async with line.body(request) as body:
-            read = partial(dialect.read, body, self._drop_tools)
+            read = partial(dialect.read, body, self._drops)
             try:
                 asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
             except Refusal as refusal:

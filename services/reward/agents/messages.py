@@ -11,6 +11,7 @@ from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
+    Drops,
     Refusal,
     Request,
     event,
@@ -38,8 +39,8 @@ class Messages(Dialect):
 
     keep_alive = event({"type": "ping"})
 
-    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
-        said = read_object(body, _KNOWN)
+    def read(self, body: bytes, drops: Drops) -> Request:
+        said = read_object(body, _KNOWN, drops.fields)
         _check_context(said)
         system = read_text(said.get("system", ""), "system")
         messages = [{"role": "system", "content": system}] if system else []
@@ -47,7 +48,7 @@ class Messages(Dialect):
             messages += _read_message(message, f"messages[{index}]")
         if not messages or messages[-1]["role"] == "assistant":
             raise Refusal("messages: the last must not be of the assistant, to be continued", param="messages")
-        tools = [tool for tool in read_list(said.get("tools", []), "tools") if not _is_dropped(tool, drop_tools)]
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if not _is_dropped(tool, drops.tools)]
         neutral = {
             "messages": messages,
             "tools": [
@@ -89,8 +90,8 @@ class Messages(Dialect):
 class CountTokens(Messages):
     """POST /v1/messages/count_tokens."""
 
-    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
-        return replace(super().read(body, drop_tools), streams=False, counts=True)
+    def read(self, body: bytes, drops: Drops) -> Request:
+        return replace(super().read(body, drops), streams=False, counts=True)
 
     def answer(self, answer: CallAnswer) -> JsonObject:
         return {"input_tokens": answer.num_prompt_tokens}

@@ -11,6 +11,7 @@ from services.common.json_values import JsonObject
 from services.reward.agents.dialect import (
     MODEL,
     Dialect,
+    Drops,
     Refusal,
     Request,
     event,
@@ -33,12 +34,12 @@ _TEXTS = ("input_text", "output_text", "text")
 class Responses(Dialect):
     """POST /v1/responses."""
 
-    def read(self, body: bytes, drop_tools: Collection[str]) -> Request:
-        said = read_object(body, _KNOWN)
+    def read(self, body: bytes, drops: Drops) -> Request:
+        said = read_object(body, _KNOWN, drops.fields)
         text = said.get("text", {})
         if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
             raise unsupported("text", text)
-        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drop_tools]
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drops.tools]
         neutral = {
             "messages": _read_input(said),
             "tools": [read_tool(tool if tool.get("type") == "function" else {}, tool.get("type")) for tool in tools],

@@ -16,6 +16,7 @@ from services.common.rpc.server import Context
 from services.common.tasks import keep
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.command import CommandRunner
+from services.reward.agents.dialect import Drops
 from services.reward.agents.endpoint import Endpoint, Line
 from services.reward.agents.function import FunctionRunner
 from services.reward.agents.remote import Place, Site, UrlRunner
@@ -75,7 +76,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         """Starts what agents need, and returns what the coordinator must know. Raises InvalidInput if it cannot."""
         kind = CommandRunner if config.command else FunctionRunner
         runner: Runner = UrlRunner(config, self._place) if config.url else kind(config)
-        endpoint = Endpoint(config.drop_tools)
+        endpoint = Endpoint(Drops(config.drop_tools, config.drop_fields))
         try:
             await runner.open()
             if not config.command:
