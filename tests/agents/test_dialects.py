@@ -73,6 +73,7 @@ async def test_messages_are_what_anthropics_client_reads_whole_and_as_a_stream()
         assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
         thinking, text, use = (block.model_dump(exclude_none=True) for block in whole.content)
         assert (thinking["thinking"], text["text"]) == ("Easy.", "I add.")
+        assert thinking["signature"], "some clients send reasoning without one back as a message of the user"
         assert (use["id"], use["name"], use["input"]) == (CALL["id"], "add", {"b": 5000, "a": "x"})
         assert (whole.stop_reason, whole.stop_sequence) == ("tool_use", None)
         assert (whole.usage.input_tokens, whole.usage.output_tokens) == (7, 3)
@@ -82,6 +83,8 @@ async def test_messages_are_what_anthropics_client_reads_whole_and_as_a_stream()
         assert blocks[0] == blocks[1] and final.usage.output_tokens == 3
         assert (final.stop_reason, final.stop_sequence) == ("tool_use", None)
         events = [event async for event in await client.messages.create(**asked, stream=True)]
+        begun = next(event for event in events if event.type == "content_block_start").content_block
+        assert begun.to_dict() == {"type": "thinking", "thinking": "", "signature": ""}, "deltas are added to it"
         block = ["content_block_start", "content_block_delta", "content_block_stop"]
         kinds = ["message_start", *block[:2], *block[1:], *block, *block, "message_delta", "message_stop"]
         assert [event.type for event in events] == kinds

@@ -32,6 +32,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 # Programs with this API recognize an overflow by these words, and compact then.
 _TOO_LONG = "prompt is too long: "
+# Of reasoning. Some clients send reasoning that has none back as a message of the user.
+_SIGNATURE = "none"
 
 
 class Messages(Dialect):
@@ -160,7 +162,7 @@ def _blocks(answer: CallAnswer) -> list[JsonObject]:
     said = json.loads(answer.message_json)
     blocks: list[JsonObject] = []
     if said.get("reasoning"):
-        blocks.append({"type": "thinking", "thinking": said["reasoning"], "signature": ""})
+        blocks.append({"type": "thinking", "thinking": said["reasoning"], "signature": _SIGNATURE})
     if said["content"] or not said.get("tool_calls"):  # clients expect some text
         blocks.append({"type": "text", "text": said["content"]})
     for call in said.get("tool_calls", ()):
@@ -177,4 +179,5 @@ def _start_and_deltas(block: JsonObject) -> tuple[JsonObject, list[JsonObject]]:
     deltas = [{"type": f"{key}_delta", key: block[key]}]
     if key == "thinking":
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
+        return {**block, key: "", "signature": ""}, deltas
     return {**block, key: ""}, deltas
