@@ -3,9 +3,10 @@
 from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig, SelectionConfig
+from services.common.config.agent_rules import check_agent, check_collected
 from services.common.config.base import AnyRun, nearest_multiples
 from services.common.config.data import DataConfig
-from services.common.config.environment import REWARDLESS, EnvironmentConfig, check_agent, check_collected
+from services.common.config.environment import REWARDLESS, EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out, no_set
 from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k

@@ -10,7 +10,8 @@ from google.protobuf.json_format import ParseDict
 from lockstep.reward.v1.agent_pb2 import Begin, PlayRequest
 from lockstep.reward.v1.environment_pb2 import Message
 
-from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig, prompt_text
+from services.common.config.agent_rules import prompt_text
+from services.common.config.environment import AgentEnvironmentConfig, EnvironmentConfig, TurnsConfig
 from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig

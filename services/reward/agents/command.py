@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from services.common.config.environment import AgentEnvironmentConfig, prompt_text
+from services.common.config.agent_rules import prompt_text
+from services.common.config.environment import AgentEnvironmentConfig
 from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
 from services.reward.errors import EnvironmentFailure, EpisodeError, FailureReason, ScoringError
