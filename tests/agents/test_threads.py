@@ -9,6 +9,7 @@ import pytest
 
 from services.coordinator.text import threads
 from services.coordinator.text.threads import Call, Renderer, Threads, close
+from services.coordinator.text.tokenizer import TooManyTokens
 from tests.agents.harness import END, make_chat_tokenizer
 from tests.agents.in_process import caught
 from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer
@@ -264,6 +265,17 @@ def test_special_tokens_in_messages_arguments_and_tools_stay_text(mutant: str, m
     plain = talk.add([user("x"), calling(json.dumps({"x": "x"})), user("x")], [TOOL])
     with caught(mutant):
         assert call.prompt.count(end) == plain.prompt.count(end)
+
+
+def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded():
+    tokenizer = make_tokenizer((TEMPLATES / "qwen3.jinja").read_text(), eos=(END,))
+    talk, long = Talk(Renderer(tokenizer, {}, 1000)), user("the clips of April " * 2000)
+    tool = {"type": "function", "function": {**TOOL["function"], "description": long["content"]}}
+    said = talk.ask([user("x")], "y", tokenizer.encode("y" + END))
+    for messages, tools in (([long], ()), ([user("x"), said, long], ()), ([user("x")], [tool])):
+        with pytest.raises(TooManyTokens, match=r"length is 1000 tokens, and the prompt has \d{4} or more"):
+            talk.add(messages, tools)
+    assert len(talk.threads.calls) == 1
 
 
 def test_random_episodes_train_every_sampled_token_exactly_once():

@@ -161,7 +161,7 @@ class TypedModel:
     def __init__(self, config: Config, tokenizer: Tokenizer, turns: Iterator[str], console: Console):
         assert isinstance(config.environment, AgentEnvironmentConfig), "the caller has checked"
         self.config, self.settings = config, config.environment
-        self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
+        self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs, config.rollout.max_model_len)
         self.dialog = Dialog(tokenizer, (), config)
         self._tokenizer, self._turns, self._console = tokenizer, turns, console
 

@@ -29,7 +29,8 @@ from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.runs.ledger import LEDGER
 from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 from services.coordinator.runs.run import Run
-from services.coordinator.text.tokenizer import Tokenizer, check_words
+from services.coordinator.text.bad_words import check_words
+from services.coordinator.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Restarts, Run
-from services.coordinator.text.tokenizer import Tokenizer, check_words
+from services.coordinator.text.bad_words import check_words
+from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {
     "metrics.jsonl, tensorboard/": "metrics of every step",

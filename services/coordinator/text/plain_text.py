@@ -15,6 +15,7 @@ from itertools import groupby
 import tokenizers
 
 from services.common.json_values import JsonObject
+from services.coordinator.text.byte_level import ByteLevel, byte_level
 
 _FIRST_MARK = 0xF0000
 """First character of a plane of Unicode that is for private use."""
@@ -69,8 +70,14 @@ class PlainText:
                 tokens += _encode(self._backend, "".join(parts))
         return tokens
 
+    def fewest_tokens(self, text: str) -> int:
+        """Returns a number of tokens that a text with marks has at least, without encoding it."""
+        return self._byte_level.fewest_tokens(self.unmark(text)) if self._byte_level else 0
+
     def _hide(self, text: str) -> str:
         """Marks the places of a text without spelled tokens that the tokenizer takes for one, after normalizing it."""
+        if (known := self._byte_level) and known.spells_added and not self._spelled.search(known.normalized(text)):
+            return text
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         except Exception:  # noqa: BLE001 tokenizers raises no narrower class; `encode` will raise it again
@@ -108,6 +115,10 @@ class PlainText:
             parts += [before[:left], text[begin + left : right]]
             begin = right
         return [*parts, text[begin:]]
+
+    @cached_property
+    def _byte_level(self) -> ByteLevel | None:
+        return byte_level(self._backend)
 
     @cached_property
     def _unknown(self) -> int | None:

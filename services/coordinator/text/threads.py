@@ -7,6 +7,7 @@ without dialect, as the reward service reads them from a request.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -56,10 +57,13 @@ class Path:
 
 
 class Renderer:
-    """Renders conversations of agents, with any tools. Keeps what it knows of the tools that it has met last."""
+    """Renders conversations of agents, with any tools. Keeps what it knows of the tools that it has met last.
 
-    def __init__(self, tokenizer: Tokenizer, variables: JsonMapping):
-        self._tokenizer, self._variables = tokenizer, variables
+    What is longer than `max_model_len` raises TooManyTokens, if that is certain before all of it is encoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, variables: JsonMapping, max_model_len: int = sys.maxsize):
+        self._tokenizer, self._variables = tokenizer.with_limit(max_model_len), variables
         self._bridge = lru_cache(64)(self._make_bridge)
         self._keeps = lru_cache(256)(self._check_keeps)
 
@@ -70,6 +74,7 @@ class Renderer:
 
         Raises:
             InvalidInput: The chat template shows no tools, or rejects the messages.
+            TooManyTokens: The conversation is too long.
         """
         shown = [*map(_to_template, messages[:1]), *self._for_template(messages[1:], tools)]
         return self._bridge(tools).prompt((), shown)
@@ -133,13 +138,14 @@ class Threads:
 
         Raises:
             InvalidInput: The chat template shows no tools, or rejects the messages.
+            TooManyTokens: They are too long.
         """
         call = self.place(number, messages, tools)
         self.calls.append(call)
         return call
 
     def place(self, number: int, messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> Call:
-        """Returns the call that `add` would add. Raises InvalidInput as `add` does."""
+        """Returns the call that `add` would add. Raises as `add` does."""
         conversation, shown = list(map(_canonical, messages)), json.dumps(tools)
         parent, rest = self._find_parent(conversation, shown)
         prompt: tuple[int, ...] = ()

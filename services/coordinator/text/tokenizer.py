@@ -1,4 +1,4 @@
-"""The model's tokenizer as transformers loads it, with chat template, stop tokens, and the tokens of bad words."""
+"""The model's tokenizer as transformers loads it, with chat template and stop tokens."""
 
 import datetime
 import hashlib
@@ -14,8 +14,7 @@ import numpy as np
 import tokenizers
 from pydantic import JsonValue
 
-from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
-from services.common.config.run import Config
+from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import vocab_size_of
 from services.coordinator.compat.without_torch import import_transformers
@@ -29,6 +28,14 @@ if TYPE_CHECKING:
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 # Follows the text to continue, which alone could also be a part of what the template writes after it.
 _END_OF_BEGUN = "LockstepEndOfBegun "
+
+
+class TooManyTokens(InvalidInput):
+    """A prompt has more tokens than the model takes."""
+
+    def __init__(self, most: int, num_tokens: str):
+        # OpenAI's words, by which clients of agents tell a prompt that is too long from other bad requests.
+        super().__init__(f"This model's maximum context length is {most} tokens, and the prompt has {num_tokens}")
 
 
 class Tokenizer:
@@ -45,6 +52,7 @@ class Tokenizer:
         self._num_embeddings = num_embeddings  # of the model; a token may have been added and the model not enlarged
         self._template = template
         self._variables: Mapping[str, object] = {}
+        self._most_tokens = sys.maxsize
         self.eos_token_ids = eos_token_ids
         """Ids that end a sample, ascending, from generation_config.json, config.json and the tokenizer."""
 
@@ -105,6 +113,12 @@ class Tokenizer:
         shown._variables = {"tools": list(tools)}
         return shown
 
+    def with_limit(self, most_tokens: int) -> "Tokenizer":
+        """Returns this tokenizer, which refuses to encode a text with marks that surely has more tokens."""
+        limited = copy(self)
+        limited._most_tokens = most_tokens
+        return limited
+
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
@@ -153,7 +167,10 @@ class Tokenizer:
 
         Raises:
             InvalidInput: See `encode`.
+            TooManyTokens: See `with_limit`.
         """
+        if len(text) > self._most_tokens and (fewest := self._plain_text.fewest_tokens(text)) > self._most_tokens:
+            raise TooManyTokens(self._most_tokens, f"{fewest} or more")
         try:
             tokens = self._plain_text.encode(text)
         except Exception as error:  # tokenizers raises no narrower class
@@ -339,60 +356,3 @@ def _read_eos_token_ids(
 def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:
     own = () if sampling.ignore_eos else tokenizer.eos_token_ids
     return list(dict.fromkeys((*own, *sampling.stop_token_ids)))
-
-
-def token_sequences(tokenizer: Tokenizer, bad_words: Sequence[str]) -> list[list[int]]:
-    """Returns the same token sequences as vLLM's SamplingParams.update_from_tokenizer.
-
-    Each word has one and, if it begins with another token after a space but is as long, one after a space too. That of
-    a word without tokens is empty; vLLM would refuse the word.
-
-    Raises:
-        InvalidInput: See Tokenizer.encode.
-    """
-    sequences: list[list[int]] = []
-    for word in dict.fromkeys(bad_words):
-        alone, spaced = (tokenizer.encode(space + word.lstrip()) for space in ("", " "))
-        sequences.append(alone)
-        if spaced and len(spaced) == len(alone) and spaced[0] != alone[0]:
-            sequences.append(spaced)
-    return sequences
-
-
-def check_words(tokenizer: Tokenizer, config: Config) -> None:
-    """Checks the stop strings, and the bad words of training and of all evaluation sets.
-
-    Raises:
-        InvalidInput: A stop string has no text; a bad word has no tokens, there are too many, or no stop token could be
-            sampled.
-    """
-    stops = stop_tokens(tokenizer, config.rollout.sampling)
-    for text in filter(tokenizer.has_token, config.rollout.sampling.stop):
-        if not tokenizer.decode(tokens := tokenizer.encode(text)) and not {*tokens} <= {*stops}:
-            fix = f"set stop_token_ids to {tokens}, or add it to eos_token_id of the model's generation_config.json"
-            message = f"rollout.sampling.stop: {text!r} is a special token and has no text to be found: {fix}"
-            raise InvalidInput(message, field="rollout.sampling.stop")
-    of_sets = {f"evaluation.sets.{name}": settings.bad_words for name, settings in config.evaluation.sets.items()}
-    for section, bad_words in {"rollout.sampling": config.rollout.sampling.bad_words, **of_sets}.items():
-        try:
-            why = _why_not(tokenizer, bad_words, stops)
-        except InvalidInput as error:
-            why = error.message
-        if why:
-            raise InvalidInput(f"{section}.bad_words: {why}", field=f"{section}.bad_words")
-
-
-def _why_not(tokenizer: Tokenizer, bad_words: Sequence[str], stops: Sequence[int]) -> str:
-    """Returns why a completion cannot be sampled without `bad_words`; "" if it can."""
-    sequences = token_sequences(tokenizer, bad_words)
-    if not all(sequences):
-        empty = next(word for word in bad_words if not all(token_sequences(tokenizer, [word])))
-        return f"{empty!r} has no tokens that could be forbidden; leave it out"
-    if len(sequences) > MAX_BAD_WORDS or sum(map(len, sequences)) > MAX_BAD_WORD_TOKENS:
-        return (
-            f"they are {len(sequences)} token sequences, with and without a space before, of "
-            f"{sum(map(len, sequences))} tokens; vLLM takes at most {MAX_BAD_WORDS} with {MAX_BAD_WORD_TOKENS} tokens"
-        )
-    if stops and set(stops) <= {tokens[0] for tokens in sequences if len(tokens) == 1}:
-        return f"they are all stop tokens ({stops}), so every completion would reach max_tokens; leave one of them out"
-    return ""

@@ -12,8 +12,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from deploy.quickstart.make_lookup import ROLES
 from deploy.quickstart.words import make_tokenizer
 from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.byte_level import BYTE_OF
 from services.coordinator.text.plain_text import PlainText
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, TooManyTokens
 from tests.coordinator.text import bridge_families
 
 PRINTABLE = [chr(code) for code in range(32, 127)]
@@ -83,6 +84,58 @@ def with_added(kind: str) -> Tokenizer:
 
 TOKENIZERS = {kind: with_added(kind) for kind in KINDS}
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
+
+
+# Texts that NFC joins or replaces, spelled tokens, and words of the vocabulary.
+CHANGING = [
+    "e\u0301",
+    "\u212a;`",
+    "\u1fef",
+    "\u037e",
+    ">\u0338",
+    "\u1100\u1161\u11a8",
+    "\u2126\u0314\u0342\u0345",
+    " clips",
+]
+CHANGING += ["K;`", "<|end|>", "  \n\u3000", "漢字", "clips", "x" * 40, " " * 40]
+
+
+def byte_level_kind(*added: str, nfc: bool) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(bridge_families._backend("byte-level").to_str())
+    backend.normalizer = normalizers.Sequence([normalizers.NFC()] if nfc else [])
+    backend.add_special_tokens([AddedToken(text, normalized=True) for text in added])
+    return backend
+
+
+BYTE_LEVEL = [
+    byte_level_kind(nfc=False),
+    byte_level_kind("K;`", nfc=True),
+    byte_level_kind("Ġclips", "\u00c3", nfc=True),  # the model makes these of " clips" and of the first byte of "é"
+]
+
+
+@pytest.mark.parametrize("backend", BYTE_LEVEL)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(text=st.lists(st.sampled_from([*CHANGING, *FRAGMENTS]) | st.text(max_size=3), max_size=12).map("".join))
+def test_what_is_certain_before_a_text_is_encoded_is_true(backend: tokenizers.Tokenizer, text: str) -> None:
+    known, encoding = PlainText(backend), PlainText(backend)
+    encoding.__dict__["_byte_level"] = None  # so that it encodes every text to mark it
+    marked = known.mark(text)
+    assert marked == encoding.mark(text)
+    whole = f"<|user|>{marked}<|end|>{text}"
+    assert known.fewest_tokens(whole) <= len(known.encode(whole))
+
+
+def test_text_is_known_to_be_too_long_before_it_is_encoded() -> None:
+    assert {*BYTE_OF} == {*pre_tokenizers.ByteLevel.alphabet()} and sorted(BYTE_OF.values()) == [*range(256)]
+    for backend in BYTE_LEVEL:
+        tokenizer = Tokenizer(backend, None, (1,))
+        text = "the clips\n" * 100 + "é"
+        num_tokens = len(tokenizer.encode(text))
+        assert num_tokens // 20 < tokenizer._plain_text.fewest_tokens(text)
+        assert tokenizer.with_limit(num_tokens).encode_marked(text) == tokenizer.encode(text)
+        with pytest.raises(TooManyTokens, match=r"the prompt has \d+ tokens or more, .* at most 40"):
+            tokenizer.with_limit(40).encode_marked(text)
 
 
 def wide(text: str) -> str:

@@ -30,7 +30,7 @@ from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.collect import Played, PlayedCollector, PromptRequest, require_stamp
 from services.coordinator.text.threads import Call, Path, Renderer, Threads, close
-from services.coordinator.text.tokenizer import Tokenizer
+from services.coordinator.text.tokenizer import Tokenizer, TooManyTokens
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class AgentCollector(PlayedCollector):
         if not tokenizer.has_chat_template:
             message = "an agent sends messages, and the model has no chat template: set data.chat_template"
             raise InvalidInput(message, field="data.chat_template")
-        self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs)
+        self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs, config.rollout.max_model_len)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
         self._refusals, self._warns_of_retries = set[str](), True
@@ -214,7 +214,7 @@ class AgentEpisode:
         try:
             call = await asyncio.to_thread(self.threads.place, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
-            return self._refuse(asked, error.message, "invalid_messages")
+            return self._refuse_prompt(asked, error)
         return CallAnswer(call=asked.number, num_prompt_tokens=len(call.prompt))
 
     async def _add(self, asked: AgentCall, said: JsonMapping) -> Call | CallAnswer:
@@ -232,7 +232,7 @@ class AgentEpisode:
         try:
             call = await asyncio.to_thread(self.threads.add, asked.number, said["messages"], said["tools"])
         except InvalidInput as error:
-            return self._refuse(asked, error.message, "invalid_messages")
+            return self._refuse_prompt(asked, error)
         most = model.config.rollout.max_model_len
         if self.threads.num_segments > settings.max_segments:
             self._limit = _TURN_LIMIT
@@ -240,12 +240,16 @@ class AgentEpisode:
             return self._refuse_after_end(asked)
         if len(call.prompt) >= most:
             self.threads.drop(call)
+            return self._refuse_prompt(asked, TooManyTokens(most, str(len(call.prompt))))
+        return call
+
+    def _refuse_prompt(self, asked: AgentCall, error: InvalidInput) -> CallAnswer:
+        if not isinstance(error, TooManyTokens):
+            return self._refuse(asked, error.message, "invalid_messages")
+        if not asked.counts:
             self._note_last_call(asked.number, is_cut=True)
             self._overlong = asked.number
-            # OpenAI's words, by which clients tell a prompt that is too long from other bad requests.
-            message = f"This model's maximum context length is {most} tokens, and the prompt has {len(call.prompt)}"
-            return self._refuse(asked, message, "context_length_exceeded")
-        return call
+        return self._refuse(asked, error.message, "context_length_exceeded")
 
     def _refuses_stop(self) -> str:
         """Returns why a call with texts that end its answer is refused; empty if it is not."""

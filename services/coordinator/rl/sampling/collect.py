@@ -25,7 +25,8 @@ from services.coordinator.data.calls import Left
 from services.coordinator.data.groups import Episode, Row, SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.text.tokenizer import Tokenizer, stop_tokens, token_sequences
+from services.coordinator.text.bad_words import token_sequences
+from services.coordinator.text.tokenizer import Tokenizer, stop_tokens
 
 
 @dataclass(frozen=True)
