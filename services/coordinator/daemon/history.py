@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.errors import LockstepError, described
+from services.coordinator.runs.database import reading
 from services.coordinator.runs.ledger import LEDGER, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, metrics_lines
 
@@ -27,12 +28,13 @@ def read_run(directory: Path) -> pb.Run | None:
         with closing(LedgerReader(directory)) as ledger:
             opened, failure = ledger.opening_shown(), ledger.failure()
             is_early = ledger.last(Kind.STOPPED, run.version) is not None  # early stopping ended the session
+        if opened is None or "reward" not in (config := json.loads(opened["config"])):
+            return None
+        with reading(f"{directory}: the run's id or num_steps in the ledger"):
+            run.run_id, run.num_steps = opened["run_id"], run.version if is_early else config["num_steps"]
     except LockstepError as error:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{described(error)[0]}: cannot read the run's files: {error}"
         return run
-    if opened is None or "reward" not in (config := json.loads(opened["config"])):
-        return None
-    run.run_id, run.num_steps = opened["run_id"], run.version if is_early else config["num_steps"]
     run.state = pb.RUN_STATE_FINISHED if run.version >= run.num_steps else pb.RUN_STATE_STOPPED
     if failure:
         run.state, run.error = pb.RUN_STATE_FAILED, f"{failure['reason']}: {failure['message']}"

@@ -163,7 +163,7 @@ class Record:
             raise PreconditionFailed(f"{self.run_dir} is an SFT run, which keeps no samples to replay")
         try:
             now = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataLoss(f"{path} cannot be read: {error}") from error
         if changed := list(differences(now, recorded)):
             raise PreconditionFailed(

@@ -222,7 +222,7 @@ def reading(what: str, fix: str = "restore it from a backup") -> Iterator[None]:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise damaged(what, f"{field}: {first['msg']}" if field else first["msg"], fix) from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise damaged(what, f"{type(error).__name__}: {error}", fix) from error
 
 

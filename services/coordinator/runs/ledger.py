@@ -53,7 +53,8 @@ def _fields(**types: Any) -> TypeAdapter[BaseModel]:
 
 
 _DATASET = {"dataset": str}
-_METRICS = TypeAdapter(dict[str, float])
+METRICS_FIELDS = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
+"""The check of the metrics of a step or an evaluation."""
 _CHECKPOINT = _fields(path=str, manifest_digest=str)
 _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = {
     Kind.OPENED: _fields(run_id=str, config=Json[JsonObject], checkpoint=str, versions=(dict[str, str], {})),
@@ -68,9 +69,9 @@ _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = 
         num_prompts=(int, 1),
         kl=(dict[str, float] | None, None),
     ),
-    Kind.FINISHED: _METRICS,
+    Kind.FINISHED: METRICS_FIELDS,
     Kind.EVAL_SAMPLES: _fields(file=str, sha256=str),
-    Kind.EVALUATED: _METRICS,
+    Kind.EVALUATED: METRICS_FIELDS,
     Kind.STOPPED: _fields(metric=str, best_version=int, best_value=float),
     Kind.EXPORTED: _fields(path=str),
     Kind.SAVED: _CHECKPOINT,
@@ -90,7 +91,7 @@ def checked_row(path: Path, seq: int, kind: str, version: object, text: object) 
     is_sft = kind == Kind.COLLECTED and version is None
     needs_version = kind in _BODIES.keys() - _WITHOUT_VERSION and not is_sft
     with reading(f"{path}: row {seq} of the ledger, {kind},"):
-        if not isinstance(version, int) and (version is not None or needs_version):
+        if not (isinstance(version, int) and version >= 0) and (version is not None or needs_version):
             raise ValueError(f"its version is {version!r}")
         body = json.loads(text)  # type: ignore[arg-type]  # a damaged row may have another type
         (_OF_SFT if is_sft else _BODIES.get(kind, _OTHER)).validate_python(body)

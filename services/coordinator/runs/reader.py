@@ -10,11 +10,14 @@ from urllib.parse import quote
 from services.common.errors import DataLoss, LockstepError, NotFound
 from services.common.files.storage import storage_error
 from services.coordinator.runs.database import Database, damaged, reading
-from services.coordinator.runs.ledger import LEDGER, Decision, Kind, Ledger, checked_row
+from services.coordinator.runs.ledger import LEDGER, METRICS_FIELDS, Decision, Kind, Ledger, checked_row
 
 METRICS = "metrics.jsonl"
 # How long a command waits for a process that keeps others from reading.
 _PATIENCE_S = 10.0
+_MOST_SECONDS = 253_402_300_800.0  # the year 10000, which no date has
+# Of larger numbers, not all are floats.
+_MOST_STEPS = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class LedgerReader(Ledger):
         return [(self._seconds(seq, time_s), kind) for seq, time_s, kind in rows]
 
     def _seconds(self, seq: int, time_s: object) -> float:
-        if not isinstance(time_s, float):
+        if not (isinstance(time_s, float) and 0 <= time_s < _MOST_SECONDS):
             raise damaged(f"{self._path}: row {seq} of the ledger", f"its time is {time_s!r}")
         return time_s
 
@@ -161,8 +164,11 @@ def metrics_lines(
     for number, line in enumerate(path.read_bytes()[:num_bytes].split(b"\n")[:-1] if path.is_file() else (), 1):
         try:
             with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
-                metrics: dict[str, float] = json.loads(line.decode())
-                read = MetricsLine(line.decode(), int(metrics.pop("step")), metrics)
+                metrics = METRICS_FIELDS.validate_python(json.loads(line.decode()))
+                step = metrics.pop("step")
+                if not (step.is_integer() and 0 <= step < _MOST_STEPS):
+                    raise ValueError(f"its step is {step}")
+                read = MetricsLine(line.decode(), int(step), metrics)
         except DataLoss:
             if damaged_lines is None:
                 raise

@@ -1,11 +1,13 @@
 """Tests that `verify`, `report` and `replay` name what is damaged in a run's directory instead of failing on it."""
 
 import json
+import math
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from services.common.errors import LockstepError
+from services.common.errors import DataLoss, LockstepError
 from services.coordinator.cli.main import main
+from services.coordinator.daemon.history import read_events, read_run
 from services.coordinator.observe.report.page import gather
+from services.coordinator.observe.report.summary import show_comparison
 from services.coordinator.replay.record import Record
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerReader
@@ -142,6 +146,11 @@ def change_row(run_dir: Path, kind: str, change: Callable[[dict[str, Any]], obje
         database.execute("UPDATE decisions SET body = ? WHERE seq = ?", (json.dumps(changed), seq))
 
 
+def set_everywhere(run_dir: Path, column: str, value: float) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as database, database:
+        database.execute(f"UPDATE decisions SET {column} = ?", (value,))
+
+
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
@@ -160,6 +169,55 @@ def test_the_exit_code_tells_damage_from_a_violation(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == code
+
+
+LINES = ["[" * 100_000, '{"step": 1e999}', '{"step": NaN}', '{"step": -1}', '{"step": 1.5}', '{"step": true}', "{}"]
+LINES += [f'{{"step": {10**30}}}', '{"step": 2, "a": null}', '{"step": 2, "a": "1"}', f'{{"step": 2, "a": {10**400}}}']
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[:20])
+def test_a_line_of_metrics_that_nobody_wrote_is_named(run_dir: Path, line: str) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text(text := f"{path.read_text()}{line}\n")
+    why = f"line {text.count(chr(10))} of {path} is damaged"
+    assert why in try_all(run_dir)[0]
+    assert f"Line {text.count(chr(10))} of metrics.jsonl is damaged" in str(gather(run_dir)["notes"])
+    assert (run := read_run(run_dir)) is not None and why in run.error
+    with pytest.raises(DataLoss, match="is damaged"):
+        read_events(run_dir)
+
+
+def in_config(**values: object) -> Callable[[Path], object]:
+    def change(body: dict[str, Any]) -> None:
+        body["config"] = json.dumps({**json.loads(body["config"]), **values})
+
+    return lambda run_dir: change_row(run_dir, "opened", change)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(in_config(num_steps=steps) for steps in ("x", None, -1, 10**30, 1.5)),
+        lambda run: change_row(run, "opened", lambda body: body.update(run_id="\ud800")),
+        lambda run: change_row(run, "opened", lambda body: body.update(config="{}")),
+        lambda run: change_row(run, "finished", lambda body: body.update({"sampling/dropped_x": math.inf})),
+        lambda run: (run / "logs").mkdir() or (run / "logs" / "a.log").write_text('{"a":' * 100_000),
+        lambda run: (run / "config.json").write_text("[" * 100_000),
+        *(
+            partial(set_everywhere, column=column, value=value)
+            for column, value in (("time", 1e300), ("time", -1e15), ("version", -1))
+        ),
+    ],
+)
+def test_every_command_that_reads_a_run_ends_with_a_typed_error(
+    run_dir: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(run_dir)
+    try_all(run_dir)
+    run = read_run(run_dir)
+    assert run is None or run.run_id or run.error
+    with suppress(LockstepError):
+        show_comparison([run_dir, run_dir], Console())
 
 
 def test_a_step_that_was_done_twice_counts_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

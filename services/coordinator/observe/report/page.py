@@ -80,7 +80,7 @@ def _read(line: str) -> tuple[str, str]:
         return (match[1], match[2]) if match else ("", "")
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", ""
     return str(record.get("time", ""))[:19].replace("T", " "), str(record.get("message", ""))
 
@@ -154,8 +154,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 def gather(run_dir: Path) -> dict[str, object]:
     with closing(LedgerReader(run_dir)) as ledger:
         rows, notes = curves.read_metrics(run_dir / METRICS, ledger)
-        with reading(f"{run_dir}: the config or a number in the ledger"):
-            data = summary.head(run_dir, ledger, rows)
+        data = summary.head(run_dir, ledger, rows)
         found = samples.sources(run_dir)
         sources = samples.of_run(found, ledger)
     decode, note = _decoder(run_dir, data["facts"])
@@ -171,6 +170,8 @@ def gather(run_dir: Path) -> dict[str, object]:
     steps = steps_of(rows)
     if len(steps) > curves.MAX_STEPS:
         notes.append(f"Curves show {len(thin(steps)):,} of {len(steps):,} steps, evenly spaced.")
+    with reading(f"{run_dir}: a number of a step"):
+        failed = [asdict(failure) for failure in failures(run_dir, steps)]
     return {
         **data,
         "panels": curves.panels(rows),
@@ -178,7 +179,7 @@ def gather(run_dir: Path) -> dict[str, object]:
         "lanes": lanes(rows),
         "histogram": samples.histogram(sources),
         "samples": shown,
-        "failures": [asdict(failure) for failure in failures(run_dir, steps)],
+        "failures": failed,
         "notes": [*note, *notes, *_left_out(shown, left_out)],
     }
 

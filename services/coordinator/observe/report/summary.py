@@ -22,13 +22,23 @@ from services.coordinator.observe.console import shortened
 from services.coordinator.observe.report import curves
 from services.coordinator.observe.report.curves import Row
 from services.coordinator.runs.checkpoints import change_between
+from services.coordinator.runs.database import reading
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import METRICS, LedgerReader, is_running
 from services.coordinator.runs.resume import differences, value_of
 
 
 def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject:
-    """Returns the `name`, `state` and `config` of a run, and `facts` of label and value."""
+    """Returns the `name`, `state` and `config` of a run, and `facts` of label and value.
+
+    Raises:
+        DataLoss: A part of the ledger that these are made of is damaged.
+    """
+    with reading(f"{run_dir}: the config or a number in the ledger"):
+        return _head(run_dir, ledger, rows)
+
+
+def _head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject:
     opened = ledger.opening_shown()
     if opened is None:
         raise DataLoss(f"{run_dir}: the ledger has no row that opened the run")
@@ -41,7 +51,7 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject
     versions = ", ".join(f"{name} {number}" for name, number in opened.get("versions", {}).items())
     facts = {
         "run": opened["run_id"],
-        "model": config["model"],
+        "model": str(config["model"]),
         "steps": f"{version:,} of {num_steps:,}" if num_steps else f"{version:,}",
         "began": f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M} UTC",
         "duration": _duration(duration_s) + (f" in {len(sessions)} sessions" if len(sessions) > 1 else ""),
@@ -57,7 +67,7 @@ def head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObject
         best = f"after step {stopped['best_version']}, with {stopped['best_value']:.3g}"
         facts["early stopping"] = f"{stopped['metric']} was best {best}"
     return {
-        "name": config["name"],
+        "name": str(config["name"]),
         "state": "running" if is_running(run_dir) else "failed" if failed else _end(version, num_steps, stopped),
         "facts": [(label, value) for label, value in facts.items() if value],
         "config": json.dumps(config, indent=1, ensure_ascii=False),
