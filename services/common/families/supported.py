@@ -74,6 +74,8 @@ def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     transformers."""
     require_counts(content, source)
     content = text_of(content)
+    if not isinstance(content.get("model_type", ""), str):
+        raise InvalidInput(f"model: {source}: model_type {content['model_type']!r} is not a name", field="model")
     rules = (_of_both,) if strategy == "fsdp" else (_of_both, _of_megatron)
     for rule in rules:
         for problem in rule(content):

@@ -67,7 +67,7 @@ class ChatTemplate:
             return self._template.render(self._constants | inputs)
         except InvalidInput:  # raised by _strftime_now
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
             raise TemplateRefusal(f"the chat template rejects these messages: {error}", field="messages") from error
 
     def _strftime_now(self, pattern: str) -> str:

@@ -8,7 +8,8 @@ the template's own.
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 
@@ -21,6 +22,21 @@ _FIRST_MARK = 0xF0000
 """First character of a plane of Unicode that is for private use."""
 _HIDDEN = chr(0x100000)
 """Mark before a text that becomes a token only once the tokenizer has normalized it. It stands for no text."""
+
+
+@contextmanager
+def encoding() -> Iterator[None]:
+    """Raises ValueError if the tokenizer cannot encode a text in the block.
+
+    tokenizers raises no narrower class than Exception, and its panics, as of a regular expression that takes too many
+    steps for a long text, are none.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from error
 
 
 class PlainText:
@@ -79,12 +95,13 @@ class PlainText:
         if (known := self._byte_level) and known.spells_added and not self._spelled.search(known.normalized(text)):
             return text
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 tokenizers raises no narrower class; `encode` will raise it again
+            with encoding():
+                encoded = self._backend.encode(text, add_special_tokens=False)
+        except ValueError:  # which `encode` will raise again
             return text
         starts = {
             begin
-            for token, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True)
+            for token, (begin, _) in zip(encoded.ids, encoded.offsets, strict=True)
             if token in self._ids and token != self._unknown
         }
         for begin in sorted(starts, reverse=True):  # from the end, so that earlier places stay right
@@ -95,7 +112,7 @@ class PlainText:
         """Encodes a part with marks. A spelled token that is no text to the tokenizer is encoded by characters."""
         try:
             tokens = _encode(self._without_added, self.unmark(part))
-        except Exception:  # noqa: BLE001 tokenizers raises no narrower class
+        except ValueError:
             tokens = []
         if tokens and self._unknown not in tokens:
             return tokens
@@ -158,7 +175,8 @@ def _rename_words(model: JsonObject, rename: Mapping[str, str]) -> None:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    return backend.encode(text, add_special_tokens=False).ids
+    with encoding():
+        return backend.encode(text, add_special_tokens=False).ids
 
 
 def _pattern_of(texts: Collection[str]) -> re.Pattern[str]:

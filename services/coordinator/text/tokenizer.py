@@ -19,7 +19,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import vocab_size_of
 from services.coordinator.compat.without_torch import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
-from services.coordinator.text.plain_text import PlainText
+from services.coordinator.text.plain_text import PlainText, encoding
 
 if TYPE_CHECKING:
     from transformers import TokenizersBackend
@@ -153,10 +153,11 @@ class Tokenizer:
                 embedding for a token of it.
         """
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # tokenizers raises no narrower class
+            with encoding():
+                encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
             raise self._cannot_encode(text, error) from error
-        return self._require_embeddings(_to_continue(encoding) if add_special_tokens else encoding.ids)
+        return self._require_embeddings(_to_continue(encoded) if add_special_tokens else encoded.ids)
 
     def as_text(self, text: str, only: Collection[str] | None = None) -> str:
         """Returns `text` with marks in place of the added tokens, or `only` some, that it spells; see plain_text.py."""
@@ -173,15 +174,16 @@ class Tokenizer:
             raise TooManyTokens(self._most_tokens, f"{fewest} or more")
         try:
             tokens = self._plain_text.encode(text)
-        except Exception as error:  # tokenizers raises no narrower class
+        except ValueError as error:
             raise self._cannot_encode(text, error) from error
         return self._require_embeddings(tokens)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Encodes each of `texts` like `encode`, on all cores."""
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except Exception:  # noqa: BLE001 tokenizers raises no narrower class; encoding one by one names the text
+            with encoding():
+                encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except ValueError:  # encoding one by one names the text
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
         return [self._require_embeddings(_to_continue(one) if add_special_tokens else one.ids) for one in encodings]
 
@@ -294,7 +296,10 @@ def _check_added_tokens(
     directory: Path, backend: tokenizers.Tokenizer, added: Mapping[str, JsonValue], eos_token: str | None
 ) -> None:
     """Checks what transformers would silently give another id: an added token of the config, or a new end token."""
-    contents = {token["content"]: int(key) for key, token in added.items() if isinstance(token, dict)}
+    contents = {token.get("content"): int(key) for key, token in added.items() if isinstance(token, dict)}
+    if not all(isinstance(content, str) for content in contents):
+        message = f"{directory}: tokenizer_config.json has an added token without the text `content`"
+        raise InvalidInput(message, field="model")
     for content, token_id in contents.items():
         actual = backend.token_to_id(str(content))
         if actual != token_id:
@@ -324,12 +329,13 @@ def _template_source(loaded: "TokenizersBackend", override: Path | None) -> str 
         source = override.read_text(encoding="utf-8-sig") if override else loaded.chat_template
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{override} is not UTF-8 text: {error}", field="data.chat_template") from error
-    if not isinstance(source, dict):
-        return source
-    if "default" not in source:
+    if isinstance(source, dict) and "default" not in source:
         message = f"the model has chat templates {sorted(source)} but no default: set data.chat_template"
         raise InvalidInput(message, field="data.chat_template")
-    return source["default"]
+    source = source["default"] if isinstance(source, dict) else source
+    if source is not None and not isinstance(source, str):
+        raise InvalidInput(f"chat_template of {loaded.name_or_path} is {source!r}, not a text", field="model")
+    return source
 
 
 def _read_eos_token_ids(

@@ -111,9 +111,12 @@ def verify(path: Path) -> TrainState:
         state, files = TrainState(**content["state"]), {**content["files"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
-    for name in files:
-        if not (path / name).is_file():
-            raise DataLoss(f"checkpoint {path}: {name} is missing{_INSTEAD}")
+    try:
+        missing = [name for name in files if not (path / name).is_file()]
+    except OSError as error:  # a name that no disk takes
+        raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error.strerror} in its files") from error
+    if missing:
+        raise DataLoss(f"checkpoint {path}: {missing[0]} is missing{_INSTEAD}")
     for name, described in _described(path, files).items():
         if described != files[name]:
             raise DataLoss(f"checkpoint {path}: {name} is not the file that was written{_INSTEAD}")

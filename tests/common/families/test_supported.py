@@ -90,6 +90,12 @@ def test_a_scaling_that_is_no_object_is_refused() -> None:
         require_supported({"model_type": "llama", "rope_scaling": 3}, "fsdp", "config.json")
 
 
+@pytest.mark.parametrize("strategy", BOTH)
+def test_a_model_type_that_is_no_name_is_refused(strategy: str) -> None:
+    with pytest.raises(InvalidInput, match=r"model_type \['llama'\] is not a name"):
+        require_supported({"model_type": ["llama"]}, strategy, "config.json")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
     """`lockstep plan` reads the file; the trainer reads transformers' config, in which all defaults are filled in."""

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from deploy.quickstart.make_lookup import ROLES
 from deploy.quickstart.words import make_tokenizer
+from services.common.errors import InvalidInput
 from services.coordinator.text.bridge import Bridge
 from services.coordinator.text.byte_level import BYTE_OF
 from services.coordinator.text.plain_text import PlainText
@@ -136,6 +137,20 @@ def test_text_is_known_to_be_too_long_before_it_is_encoded() -> None:
         assert tokenizer.with_limit(num_tokens).encode_marked(text) == tokenizer.encode(text)
         with pytest.raises(TooManyTokens, match=r"the prompt has \d+ tokens or more, .* at most 40"):
             tokenizer.with_limit(40).encode_marked(text)
+
+
+def test_a_text_for_which_the_regular_expression_takes_too_long_is_refused() -> None:
+    """The library panics, which is no Exception. So it does of the patterns of some models, for 12 million letters."""
+    backend = byte_level_kind("Ġclips", nfc=False)
+    pattern = pre_tokenizers.Split(Regex(r"(a+)+$"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer, text = Tokenizer(backend, None, (1,)), "a" * 40 + "b"
+    for encode in (tokenizer.encode, tokenizer.encode_marked, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(InvalidInput, match="retry-limit"):
+            encode(tokenizer.as_text(text))
+        assert encode("ab"), "the tokenizer works on"
 
 
 def wide(text: str) -> str:

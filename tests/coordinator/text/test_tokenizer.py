@@ -243,6 +243,8 @@ def test_eos_is_the_union(make_model, files, expected):
         ({"config": "[]"}, "config.json must hold an object, not a list"),
         ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' is not in tokenizer.json"),
         ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
+        ({"chat_template": None, "tokenizer_config": {"chat_template": 5}}, "chat_template of .* is 5, not a text"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"1": {"a": 1}}}}, "without the text `content`"),
         ({"special_tokens_map": "{"}, "special_tokens_map.json is not JSON"),
         ({"special_tokens_map": {"bos_token": 3}}, "bos_token has to be either str or AddedToken"),
     ],
@@ -349,6 +351,7 @@ def test_the_date_is_never_the_clocks(make_model):
         ("{{ messages[0].content.index('</think>') }}", "substring not found"),
         ("{{ 1 // (messages | length - 1) }}", "by zero"),
         ("{{ range(10 ** 6) | list }}", "too big"),
+        ("{{ cycler() }}", "at least one item"),
     ],
 )
 def test_refusals(template, message):

@@ -204,7 +204,7 @@ def test_a_save_clears_what_saves_of_other_steps_left_and_nothing_else(tmp_path:
     assert left == {".elsewhere.partial", ".step-000006.partial", ".other.partial", "step-000002"}
 
 
-@pytest.mark.parametrize("files", ["null", "3", '["c.json"]', "[" * 100_000])
+@pytest.mark.parametrize("files", ["null", "3", '["c.json"]', "[" * 100_000, f'{{"{"a" * 5000}": {{}}}}'])
 def test_a_manifest_with_anything_in_place_of_files_is_damaged(saved: Path, files: str) -> None:
     manifest = saved / "manifest.json"
     state = json.dumps(json.loads(manifest.read_text())["state"])
