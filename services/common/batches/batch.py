@@ -55,6 +55,13 @@ SAMPLE_SCHEMA = pa.schema(
     ]
 )
 
+
+def is_of_samples(schema: pa.Schema) -> bool:
+    """Returns whether a table has all columns that samples must have. Those of earlier releases lack newer ones."""
+    places = {field: schema.get_field_index(field.name) for field in SAMPLE_SCHEMA if not field.nullable}
+    return all(place >= 0 and schema.field(place).equals(field) for field, place in places.items())
+
+
 # Larger gRPC messages block the event loop; smaller ones cost more overhead per byte.
 FRAME_BYTES = 1 << 20
 

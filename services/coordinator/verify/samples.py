@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.common.batches.batch import is_of_samples
 from services.common.batches.blocks import begins_of_samples, content_sha256
 from services.common.errors import DataLoss
 from services.common.json_values import JsonMapping, JsonObject
@@ -50,7 +51,7 @@ class SampleChecks:
         Raises:
             DataLoss: The file cannot be read.
         """
-        samples = _read(path)
+        samples = _read_samples(path)
         rows = _rows(samples, _NUMBERS)
         yield from self._check_stamps(path, rows, (body.get("drawn", step), body["digest"]))
         for number, row in enumerate(rows):
@@ -68,7 +69,7 @@ class SampleChecks:
         Raises:
             DataLoss: The file cannot be read.
         """
-        samples = _read(path)
+        samples = _read_samples(path)
         yield from self._check_stamps(path, _rows(samples, _STAMPED), stamp)
         name = f"eval/{path.name.rpartition('-step-')[0]}/reward"
         yield from differing(path, {name: _metrics_of(samples)["reward/mean"]}, metrics)
@@ -195,6 +196,13 @@ def _first_rows(samples: pa.Table) -> pa.Table:
 def _rows(samples: pa.Table, names: Sequence[str]) -> list[JsonObject]:
     """Returns some columns of samples. Batches of earlier releases lack the newest."""
     return samples.select([name for name in names if name in samples.column_names]).to_pylist()
+
+
+def _read_samples(path: Path) -> pa.Table:
+    samples = _read(path)
+    if not is_of_samples(samples.schema):
+        raise DataLoss(f"{path} is damaged: it has not the columns of samples")
+    return samples
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 from rich.console import Console
@@ -23,6 +24,7 @@ from services.coordinator.observe.report.summary import show_comparison
 from services.coordinator.replay.record import Record
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerReader
+from services.coordinator.runs.record import sha256_of
 from services.coordinator.verify.history import History
 from services.coordinator.verify.session import show_verdict, verify
 from tests.coordinator.runs.killing import make_run, surviving_services
@@ -218,6 +220,20 @@ def test_every_command_that_reads_a_run_ends_with_a_typed_error(
     assert run is None or run.run_id or run.error
     with suppress(LockstepError):
         show_comparison([run_dir, run_dir], Console())
+
+
+@pytest.mark.parametrize("folder", ["batches", "evaluations"])
+def test_a_file_without_the_columns_of_samples_is_named(run_dir: Path, folder: str) -> None:
+    path = max((run_dir / folder).glob("*.parquet"))
+    samples = pq.read_table(path)
+    others = (samples.drop_columns("group"), samples.append_column("reward", samples["reward"]))
+    for table in (*others, samples.set_column(5, "tokens", samples["policy_digest"]).drop_columns("logprobs")):
+        pq.write_table(table, path)
+        sha256 = sha256_of(path)
+        kind = "collected" if folder == "batches" else "eval_samples"
+        change_row(run_dir, kind, lambda body, sha256=sha256: body.update(sha256=sha256))
+        assert f"{path} is damaged" in try_all(run_dir)[0]
+        assert any(path.name in note for note in gather(run_dir)["notes"])
 
 
 def test_a_step_that_was_done_twice_counts_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from services.common.batches.batch import is_of_samples
 from services.common.batches.blocks import begins_of_samples
 from services.common.json_values import JsonObject
 from services.coordinator.data.groups import conversation_of
@@ -156,17 +157,17 @@ def _ends_then_middles(some: Sequence[Source]) -> Iterator[Source]:
 
 
 def unreadable(all_sources: Sequence[Source]) -> list[str]:
-    """Returns the names of the files that are no Parquet files, as a full disk or a broken copy may leave them."""
-    return [source.path.name for source in all_sources if not _has_footer(source.path)]
+    """Returns the names of the files that are no Parquet files of samples, as a full disk or a broken copy may leave
+    them."""
+    return [source.path.name for source in all_sources if not _is_whole(source.path)]
 
 
-def _has_footer(path: Path) -> bool:
+def _is_whole(path: Path) -> bool:
     """Returns whether a file ends as Parquet does; reads no samples, because a run may have thousands of files."""
     try:
-        pq.read_metadata(path)
+        return is_of_samples(pq.read_schema(path))
     except (pa.ArrowException, OSError):
         return False
-    return True
 
 
 def _read(source: Source, columns: Sequence[str] | None = None) -> pa.Table | None:
