@@ -91,6 +91,11 @@ def wide_lines(text: str) -> list[str]:
     return [line for block in blocks for line in block.splitlines() if len(line) > 88]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_both_sides_of_a_conflict(page: Path) -> None:
+    assert not re.search("^(<{7}|>{7}) ", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", MANUAL, ids=lambda page: page.name)
 def test_no_code_is_too_wide(page: Path) -> None:
     assert wide_lines(page.read_text(encoding="utf-8")) == []
