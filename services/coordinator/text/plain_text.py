@@ -92,10 +92,11 @@ class PlainText:
 
     def _hide(self, text: str) -> str:
         """Marks the places of a text without spelled tokens that the tokenizer takes for one, after normalizing it."""
-        if (known := self._byte_level) and known.spells_added and not self._spelled.search(known.normalized(text)):
-            return text
+        known = self._byte_level
         try:
             with encoding():
+                if known and known.spells_added and not self._spelled.search(known.normalized(text)):
+                    return text
                 encoded = self._backend.encode(text, add_special_tokens=False)
         except ValueError:  # which `encode` will raise again
             return text

@@ -139,6 +139,14 @@ def test_text_is_known_to_be_too_long_before_it_is_encoded() -> None:
             tokenizer.with_limit(40).encode_marked(text)
 
 
+@pytest.mark.parametrize("backend", BYTE_LEVEL)
+def test_half_a_surrogate_pair_is_refused(backend: tokenizers.Tokenizer) -> None:
+    """JSON that an agent or the model has written may have one. No normalizer takes it."""
+    tokenizer = Tokenizer(backend, None, (1,))
+    with pytest.raises(InvalidInput, match="cannot encode"):
+        tokenizer.encode_marked(tokenizer.as_text("a\ud800"))
+
+
 def test_a_text_for_which_the_regular_expression_takes_too_long_is_refused() -> None:
     """The library panics, which is no Exception. So it does of the patterns of some models, for 12 million letters."""
     backend = byte_level_kind("Ġclips", nfc=False)
