@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from services.common.errors import DataLoss
@@ -39,7 +39,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Returns the metadata of a checkpoint. Must be called before torch reads it, which trusts it.
+    """Returns the metadata of a checkpoint.
 
     Raises:
         DataLoss: It is damaged, or names a class that the metadata of a checkpoint does not have.
@@ -55,6 +55,13 @@ def read_metadata(directory: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise DataLoss(f"{file} is not the metadata of a checkpoint: {why}")
     return metadata
+
+
+class PlainReader(FileSystemReader):
+    """Reads `.metadata` with this list. If torch's own reader fails, torch unpickles `__<rank>.metadata` instead."""
+
+    def read_metadata(self) -> Metadata:
+        return read_metadata(Path(self.path))
 
 
 class PlainPlanner(DefaultLoadPlanner):

@@ -26,7 +26,7 @@ from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Part, Role, compute_dtype
 from services.trainer.checkpoint.ranks import ThreadedWriter, names_on_all_ranks, typed_errors
 from services.trainer.compat.torch import discard_unreduced_gradients
-from services.trainer.compat.torch_checkpoint import PlainPlanner, read_metadata
+from services.trainer.compat.torch_checkpoint import PlainPlanner, PlainReader, read_metadata
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
@@ -193,7 +193,7 @@ class FsdpBackend(Backend):
         model, optimizer = state["model"], state["optimizer"]
         self._require_tensors_of(model, optimizer, directory)
         with typed_errors(directory, done="read"):
-            dcp.load(state, checkpoint_id=directory, planner=PlainPlanner())
+            dcp.load(state, storage_reader=PlainReader(directory), planner=PlainPlanner())
         options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
         set_state_dict(
             self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
