@@ -164,11 +164,11 @@ def metrics_lines(
     for number, line in enumerate(path.read_bytes()[:num_bytes].split(b"\n")[:-1] if path.is_file() else (), 1):
         try:
             with reading(f"line {number} of {path}", "resuming the run takes it from the ledger"):
-                metrics = METRICS_FIELDS.validate_python(json.loads(line.decode()))
-                step = metrics.pop("step")
+                metrics: dict[str, float] = json.loads(line.decode())
+                step = METRICS_FIELDS.validate_python(metrics)["step"]  # the others stay as they are in the ledger
                 if not (step.is_integer() and 0 <= step < _MOST_STEPS):
                     raise ValueError(f"its step is {step}")
-                read = MetricsLine(line.decode(), int(step), metrics)
+                read = MetricsLine(line.decode(), int(metrics.pop("step")), metrics)
         except DataLoss:
             if damaged_lines is None:
                 raise

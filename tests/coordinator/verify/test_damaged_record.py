@@ -189,6 +189,16 @@ def test_a_line_of_metrics_that_nobody_wrote_is_named(run_dir: Path, line: str) 
         read_events(run_dir)
 
 
+def test_a_whole_number_is_the_same_in_both_records(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    newest = max((line for line in lines if "time/step_s" in line), key=lambda line: line["step"])
+    newest["own/number"] = 3
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    change_row(run_dir, "finished", lambda body: body.update({"own/number": 3}))
+    assert verify(run_dir).violation == ""
+
+
 def in_config(**values: object) -> Callable[[Path], object]:
     def change(body: dict[str, Any]) -> None:
         body["config"] = json.dumps({**json.loads(body["config"]), **values})
