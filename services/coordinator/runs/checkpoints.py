@@ -285,7 +285,7 @@ class Checkpoints:
         if old := [path for path in batches_before(self._run_dir, first_kept) if path not in needed]:
             await self._ledger.free()
             self._ledger.record(Kind.DELETED_BATCHES, first_kept)
-            await asyncio.to_thread(_delete, old)
+            await asyncio.to_thread(_delete, old[::-1])  # a batch before its calls, which `verify` would miss
 
     async def _delete_evaluations(self) -> None:
         if self._config.max_evaluations_to_keep is None:
