@@ -222,8 +222,7 @@ class Sandbox:
         # A start is never canceled: asyncio would kill bwrap, but not its child.
         starting = asyncio.create_task(self._start(module, passed, files, **streams))
         try:
-            process, _ = await asyncio.shield(starting)
-            yield process
+            yield (await asyncio.shield(starting))[0]
         finally:
             await asyncio.shield(asyncio.ensure_future(_end(starting)))
 
@@ -372,9 +371,13 @@ def _first_process(info: int) -> int | None:
     """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
     with os.fdopen(info, "rb", closefd=False) as pipe:  # to its end: bwrap dies if its report is cut off
         child = _CHILD.search(pipe.read())  # empty if bwrap has ended
-    with contextlib.suppress(ProcessLookupError):
+    try:
         return os.pidfd_open(int(child[1])) if child else None
-    return None
+    except ProcessLookupError:
+        return None
+    except OSError:  # no descriptor is left, without which nothing could end it later
+        os.kill(int(child[1]), signal.SIGKILL)
+        raise
 
 
 async def _end(starting: asyncio.Task[Started]) -> None:

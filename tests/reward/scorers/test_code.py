@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -363,6 +364,20 @@ async def test_canceling_and_closing_leave_no_process(open_run, make_item):
         await until(lambda: _foreign_processes() - before)  # some run, some wait
     outcomes = await asyncio.wait_for(scoring, timeout=PATIENCE_S)
     assert [outcome.failure.reason for outcome in outcomes] == [FailureReason.CRASHED] * 3
+    await until(lambda: _foreign_processes() <= before)
+
+
+@sandboxed
+async def test_a_sandbox_for_which_no_descriptor_is_left_is_ended(open_run, make_item, monkeypatch):
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = _foreign_processes()
+    item = make_item("import time; time.sleep(600)", extra={"tests": pairs(("", "5"))})
+    async with open_run({"kind": "code", "timeout_s": 600}) as run:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        (outcome,) = await run.score([item])
+    assert "bwrap does not start: [Errno 24] Too many open files" in outcome.failure.detail
     await until(lambda: _foreign_processes() <= before)
 
 
