@@ -377,8 +377,8 @@ async def test_a_sandbox_for_which_no_descriptor_is_left_is_ended(open_run, make
     async with open_run({"kind": "code", "timeout_s": 600}) as run:
         monkeypatch.setattr(os, "pidfd_open", refuse)
         (outcome,) = await run.score([item])
+        await until(lambda: _foreign_processes() <= before)
     assert "bwrap does not start: [Errno 24] Too many open files" in outcome.failure.detail
-    await until(lambda: _foreign_processes() <= before)
 
 
 @sandboxed
