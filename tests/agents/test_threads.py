@@ -273,7 +273,7 @@ def test_a_prompt_that_is_surely_too_long_is_refused_before_it_is_encoded():
     tool = {"type": "function", "function": {**TOOL["function"], "description": long["content"]}}
     said = talk.ask([user("x")], "y", tokenizer.encode("y" + END))
     for messages, tools in (([long], ()), ([user("x"), said, long], ()), ([user("x")], [tool])):
-        with pytest.raises(TooManyTokens, match=r"length is 1000 tokens, and the prompt has \d{4} or more"):
+        with pytest.raises(TooManyTokens, match=r"length is 1000 tokens, and the prompt alone has \d{4} or more"):
             talk.add(messages, tools)
     assert len(talk.threads.calls) == 1
 

@@ -135,7 +135,7 @@ def test_text_is_known_to_be_too_long_before_it_is_encoded() -> None:
         num_tokens = len(tokenizer.encode(text))
         assert num_tokens // 20 < tokenizer._plain_text.fewest_tokens(text)
         assert tokenizer.with_limit(num_tokens).encode_marked(text) == tokenizer.encode(text)
-        with pytest.raises(TooManyTokens, match=r"length is 40 tokens, and the prompt has \d+ or more"):
+        with pytest.raises(TooManyTokens, match=r"length is 40 tokens, and the prompt alone has \d+ or more"):
             tokenizer.with_limit(40).encode_marked(text)
 
 
