@@ -48,7 +48,7 @@ MISTRAL = """{{- bos_token }}
     {{- '[INST] ' + message.content + '[/INST]' if message.role == 'user' else ' ' + message.content + eos_token }}
 {%- endfor %}"""
 
-# Like early templates: the end of a turn is written only when another begins, and the prompt alone has an extra space.
+# Like early templates: the end of a turn is written only when another begins, and the prompt has an extra space.
 LATE_END = """{%- for message in messages %}
     {{- message.role + ': ' + message.content + ('</s>' if loop.last else '\\n') }}
 {%- endfor %}
