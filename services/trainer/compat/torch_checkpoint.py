@@ -7,7 +7,6 @@ others, and its manifest too. Seen with torch 2.11.0 (CUDA) and 2.13.0 (CPU).
 import io
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
@@ -31,7 +30,7 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module_name: str, global_name: str, /) -> object:
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if (module_name, global_name) not in _KNOWN and not is_dtype:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no checkpoint of torch needs")
