@@ -370,9 +370,10 @@ async def _outputs(process: Process, count: int, timeout_s: float) -> AsyncGener
 def _first_process(info: int) -> int | None:
     """Returns a pidfd of the namespace's first process, None if that has ended. Waits until bwrap has started it."""
     with os.fdopen(info, "rb", closefd=False) as pipe:  # to its end: bwrap dies if its report is cut off
-        child = _CHILD.search(pipe.read())  # empty if bwrap has ended
+        if (child := _CHILD.search(pipe.read())) is None:  # bwrap has ended
+            return None
     try:
-        return os.pidfd_open(int(child[1])) if child else None
+        return os.pidfd_open(int(child[1]))
     except ProcessLookupError:
         return None
     except OSError:  # no descriptor is left, without which nothing could end it later
@@ -383,8 +384,7 @@ def _first_process(info: int) -> int | None:
 async def _end(starting: asyncio.Task[Started]) -> None:
     """Kills the first process of a namespace, so that the kernel kills all others; waits until they are gone.
 
-    It does not kill bwrap: if bwrap is killed while it starts, its child waits forever and keeps the pipes that are
-    read here open.
+    bwrap itself is not killed: while it starts, its child would wait forever then, and keep pipes open that are read.
     """
     await asyncio.wait({starting})
     if starting.exception():

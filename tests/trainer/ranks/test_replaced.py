@@ -11,7 +11,7 @@ from services.common.errors import Aborted, InvalidInput, PreconditionFailed, Re
 from services.common.rpc.fence import new_token
 from services.coordinator.clients.trainer import Trainer
 from tests.coordinator.fake_services import make_config
-from tests.support import PATIENCE_S, raises
+from tests.support import PATIENCE_S, raises, until
 from tests.trainer.ranks.crew import Service
 
 
@@ -42,7 +42,7 @@ async def test_who_was_replaced_changes_nothing_more(service: Service, tmp_path:
     assert crew.workers[0].calls == ["send", "begin", "add", "apply", "close"]
 
 
-async def test_who_is_replaced_while_it_joins_is_told_so(service: Service) -> None:
+async def test_who_is_replaced_while_it_joins_is_told_so(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     """Tests that the coordinator hears who replaced it, and not that its members lost the store."""
     crew = service.crew
     crew.close_gates()
@@ -52,7 +52,7 @@ async def test_who_is_replaced_while_it_joins_is_told_so(service: Service) -> No
     await asyncio.to_thread(crew.workers[1].entered.wait)
     with new_token():
         opening = asyncio.create_task(service.open("s"))
-    await service.version()  # the server has read what came before
+    await until(lambda: "run s is opened" in caplog.text)
     for worker in crew.workers:
         worker.join_error = Aborted("the trainer's store is gone")
     crew.open_gates()
