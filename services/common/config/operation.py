@@ -99,7 +99,8 @@ class CheckpointConfig(Strict):
     and trained on after it. `lockstep verify` and `replay` do without what was deleted."""
     max_evaluations_to_keep: int | None = Field(default=None, ge=1)
     """Number of evaluations whose samples to keep in the run's directory; null keeps all. Those of older ones are
-    deleted after a checkpoint; the metrics of all stay. `lockstep verify` does without what was deleted."""
+    deleted after a checkpoint, and the metrics of all stay. An evaluation that ends after the checkpoint of its step is
+    one more until the next. `lockstep verify` does without what was deleted."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""

@@ -110,8 +110,9 @@ async def test_the_newest_evaluations_are_kept_and_the_metrics_of_all(tmp_path: 
         await services.run(config)
     evaluated = [line.step for line in metrics_lines(config.run_dir / METRICS) if not line.is_step]
     held = sorted(path.name for path in (config.run_dir / "evaluations").iterdir())
-    assert held == [f"test-step-{step:06d}.parquet" for step in evaluated[-2:]]
-    assert len(evaluated) > 2
+    names = [f"test-step-{step:06d}.parquet" for step in evaluated]
+    # One more is there if the last evaluation ended after the last checkpoint was saved.
+    assert held in (names[-2:], names[-3:]) and len(names) > 3
     assert verify(config.run_dir).violation == ""
     (config.run_dir / "evaluations" / held[0]).unlink()  # not by the run
     assert "is missing" in verify(config.run_dir).violation
