@@ -37,17 +37,17 @@ class ToolsEnvironment(Environment):
     async def open(self) -> None:
         for tool in self._tools.values():
             await tool.open()
+        schemas, versions = [tool.schema for tool in self._tools.values()], list[str]()
         if self._has_functions:
-            await self._functions.workers.open()
+            workers = self._functions.workers
+            await workers.open()
+            schemas += workers.facts["schemas"]
+            versions.append(f"functions-{workers.version}")
         for server in self._servers:
             await server.open()
             self._served |= {schema["function"]["name"]: server for schema in server.schemas}
-        schemas = [*(tool.schema for tool in self._tools.values()), *self._functions.workers.facts.get("schemas", ())]
         self._set_tools(schemas + [schema for server in self._servers for schema in server.schemas])
-        versions = [one.version for one in (*self._tools.values(), *self._servers)]
-        self.version = "1/" + ",".join(
-            [*versions, *([f"functions-{self._functions.workers.version}"] if self._has_functions else [])]
-        )
+        self.version = "1/" + ",".join([*(one.version for one in (*self._tools.values(), *self._servers)), *versions])
 
     def _set_tools(self, schemas: Sequence[Schema]) -> None:
         """Sets the tools that the policy can call. With syntax tags, the prompt must describe them."""
