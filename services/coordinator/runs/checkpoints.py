@@ -292,8 +292,8 @@ class Checkpoints:
             return
         newest_first = {row["file"]: row["version"] for row in reversed(self._ledger.all(Kind.EVAL_SAMPLES))}
         kept = list(dict.fromkeys(newest_first.values()))[: self._config.max_evaluations_to_keep]
-        files = (evaluation_path(self._run_dir, name) for name, version in newest_first.items() if version not in kept)
-        if old := [path for path in files if path.exists()]:
+        files = (path for path in sorted(evaluation_path(self._run_dir, "").glob("*")) if path.name in newest_first)
+        if old := [path for path in files if newest_first[path.name] not in kept]:
             await self._ledger.free()
             for path in old:
                 self._ledger.record(Kind.DELETED_EVALUATION, file=path.name)
