@@ -102,9 +102,9 @@ def _show(report: "ConversionReport") -> None:
 
     console = literal_console(soft_wrap=True, highlight=False)
     console.print(f"{report.dataset} from {report.source}")
-    for split, path in report.files.items():
-        held_out = ", held out of train" if split == "test" and report.num_held_out else ""
-        console.print(f"  {split:<5} {report.num_rows[split]:>7} rows  {path}{held_out}")
+    for name, path in report.files.items():
+        held_out = ", held out of train" if name == "test" and report.num_held_out else ""
+        console.print(f"  {name}{report.num_rows[name]:>{13 - len(name)}} rows  {path}{held_out}")
     if report.dropped:
         console.print(f"  dropped {counted(len(report.dropped), 'bad row')}:")
     for place in report.dropped[:NUM_NAMED]:

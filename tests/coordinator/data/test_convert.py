@@ -4,8 +4,6 @@ import errno
 import gzip
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +21,7 @@ from services.coordinator.data.prepare.convert import ConversionOptions, convert
 from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
-from tests.coordinator.data import fake_hub
+from tests.coordinator.data.fake_hub import asking, hub
 from tests.support import ROOT, raises
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 thousand.\nAltogether 48+24 = <<48+24=72>>72 thousand.\n#### 72,000"
@@ -302,41 +300,30 @@ def test_arithmetic_is_written_where_the_examples_read_it(run, tmp_path, monkeyp
     assert all(path.is_file() for path in (*config.data.train, *config.data.eval.values()))
 
 
-@pytest.fixture
-def hub(tmp_path):
+CONVERTING = """
+from pathlib import Path
+from services.common.errors import LockstepError
+from services.coordinator.data.prepare.convert import ConversionOptions, convert
+from services.coordinator.data.prepare.formats import GSM8K
+def answer(source):
+    try:
+        return str(dict(convert(GSM8K, source, Path("out"), ConversionOptions()).num_rows))
+    except LockstepError as error:
+        return f"{type(error).__name__} {error}"
+"""
+
+
+def test_from_the_hub(tmp_path):
     folder = write_gsm8k(tmp_path / "published", "parquet")
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.parquet")}
-    with fake_hub.hub(files | {"socratic/train-00000-of-00001.parquet": b"", "README.md": b"x"}) as endpoint:
-        yield endpoint
-
-
-def convert_from_hub(endpoint: str, source: str, tmp_path: Path) -> subprocess.CompletedProcess:
-    """Converts in a new process, because the Hub client reads its settings only when it is imported."""
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom services.common.errors import LockstepError\n"
-        "from services.coordinator.data.prepare.convert import ConversionOptions, convert\n"
-        "from services.coordinator.data.prepare.formats import GSM8K\n"
-        "try:\n    print(dict(convert(GSM8K, sys.argv[1], Path(sys.argv[2]), ConversionOptions()).num_rows))\n"
-        "except LockstepError as error:\n    print(type(error).__name__, error)\n"
-    )
-    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", code, source, str(tmp_path / "out")]
-    return subprocess.run(command, env=env, cwd=Path.cwd(), capture_output=True, text=True, check=True)
-
-
-def test_from_the_hub(hub, tmp_path):
-    assert convert_from_hub(hub, "openai/gsm8k", tmp_path).stdout == "{'train': 8, 'test': 2}\n"
-    downloaded = {path.name for path in (tmp_path / "hf").rglob("*") if path.is_symlink()}
-    assert downloaded == {"train-00000-of-00001.parquet", "test-00000-of-00001.parquet"}
-
-
-def test_no_such_dataset_on_the_hub(hub, tmp_path):
-    out = convert_from_hub(hub, "openai/gsm9k", tmp_path).stdout
-    missing = "openai/gsm9k does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub"
-    assert out == f"NotFound {missing}\n"
-
-
-def test_hub_out_of_reach(tmp_path):
-    out = convert_from_hub("http://127.0.0.1:9", "openai/gsm8k", tmp_path).stdout
-    assert out.startswith("Unavailable openai/gsm8k does not exist here, and the Hugging Face Hub is unreachable (")
-    assert out.endswith("): give --source a local copy\n") and out.count("\n") == 1
+    files |= {"socratic/train-00000-of-00001.parquet": b"", "README.md": b"x"}
+    with hub(files) as endpoint, asking(CONVERTING, endpoint, tmp_path) as ask:
+        assert ask("openai/gsm8k") == "{'train': 8, 'test': 2}"
+        downloaded = {path.name for path in (tmp_path / "hf").rglob("*") if path.is_symlink()}
+        assert downloaded == {"train-00000-of-00001.parquet", "test-00000-of-00001.parquet"}
+        missing = ask("openai/gsm9k")
+    assert missing.startswith("NotFound source: you cannot see dataset openai/gsm9k, which is no path here, on the")
+    with asking(CONVERTING, endpoint, tmp_path) as ask:
+        elsewhere = ask("openai/gsm9k")
+    assert elsewhere.startswith("Unavailable source: dataset openai/gsm9k, which is no path here, was not downloaded")
+    assert elsewhere.endswith("): use a local copy") and "\n" not in elsewhere

@@ -47,6 +47,7 @@ def test_bad_rows_fail_or_are_dropped(tmp_path):
     bad = [{"question": "who?"}, {"question": "who?", "answer": []}, {"question": "", "answer": "x"}, 7]
     error = made(tmp_path, [NQ, *bad], [*DOCUMENTS, {"title": "no text"}])
     assert isinstance(error, InvalidInput) and not (tmp_path / "out").exists()
+    assert error.message.startswith(f"{tmp_path}/nq.jsonl, {tmp_path}/c.jsonl has 5 of 9 rows that are bad")
     assert made(tmp_path, [NQ, *bad], [*DOCUMENTS, {"title": "no text"}], "--bad-rows", "drop") is None
     assert pq.read_table(tmp_path / "out/train.parquet").num_rows == 1
     assert pq.read_table(tmp_path / "out/corpus.parquet").num_rows == 3

@@ -10,23 +10,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import huggingface_hub
 import pyarrow as pa
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import snapshot_download
 
-from services.common.errors import InvalidInput, NotFound, Unavailable
+from services.common.errors import InvalidInput, NotFound
 from services.common.json_values import JsonMapping, JsonObject
 from services.coordinator.data.prepare.formats import ConversionOptions, Format, Split, text
-from services.coordinator.data.reading.hub import first_line
+from services.coordinator.data.reading.hub import hub_errors
 from services.coordinator.data.reading.parquet import write_tables
 from services.coordinator.data.reading.record import BadRow, BadRows, Record
 from services.coordinator.data.reading.sources import read_usable
 
-SplitT = TypeVar("SplitT", bound=str)
 Parsed = TypeVar("Parsed")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -71,18 +69,9 @@ def _parsed(path: Path, parse: Callable[[Record], Parsed], bad: BadRows) -> Iter
 def _download(format: Format, source: str, revision: str | None) -> Path:
     if not _HUB_ID.fullmatch(source):
         raise NotFound(f"{source} does not exist and is not the id of a dataset on the Hub", field=_FIELD)
-    patterns = [pattern for patterns in format.files.values() for pattern in patterns]
-    try:
-        folder = huggingface_hub.snapshot_download(
-            source, repo_type="dataset", revision=revision, allow_patterns=patterns
-        )
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        message = f"{source} does not exist here, and you cannot see a dataset of this id on the Hugging Face Hub"
-        raise NotFound(message + (f" at revision {revision}" if revision else ""), field=_FIELD) from error
-    except (HfHubHTTPError, OSError) as error:
-        message = f"{source} does not exist here, and the Hugging Face Hub is unreachable ({first_line(error)})"
-        raise Unavailable(f"{message}: give --source a local copy", field=_FIELD) from error
-    return Path(folder)
+    patterns = [*chain.from_iterable(format.files.values())]
+    with hub_errors(f"dataset {source}, which is no path here,", revision, _FIELD):
+        return Path(snapshot_download(source, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 
 _TEXT_COLUMNS = ("prompt", "answer", "source", "solution")
@@ -93,8 +82,8 @@ _SCHEMA = pa.schema([*((name, pa.string()) for name in _TEXT_COLUMNS), ("index",
 class ConversionReport:
     dataset: str
     source: str
-    files: Mapping[Split, Path]
-    num_rows: Mapping[Split, int]
+    files: Mapping[str, Path]
+    num_rows: Mapping[str, int]
     dropped: tuple[str, ...] = ()
     """`<file> <row or line>: <reason>` of every bad row."""
     num_held_out: int = 0
@@ -132,22 +121,21 @@ def convert(format: Format, source: str, out: Path, options: ConversionOptions) 
 def write_rows(
     dataset: str, source: str, splits: Mapping[Split, Sequence[JsonMapping]], schema: pa.Schema, out: Path
 ) -> ConversionReport:
-    tables: dict[Split, pa.Table] = {split: pa.Table.from_pylist(rows, schema) for split, rows in splits.items()}
-    num_rows: dict[Split, int] = {split: len(rows) for split, rows in splits.items()}
-    return ConversionReport(dataset, source, write_splits(tables, out), num_rows)
+    tables = {split: pa.Table.from_pylist(rows, schema) for split, rows in splits.items()}
+    return _write(dataset, source, tables, out)
 
 
-def write_splits(tables: Mapping[SplitT, pa.Table], out: Path) -> dict[SplitT, Path]:
-    """Writes `<out>/<name>.parquet` for each table, all or none, and returns the paths.
+def _write(dataset: str, source: str, tables: Mapping[str, pa.Table], out: Path) -> ConversionReport:
+    """Writes `<out>/<name>.parquet` for each table, all or none.
 
     Raises:
         InvalidInput: There is no table for test.parquet, and `out` has one, which may share rows with the new files.
     """
-    files = {split: out / f"{split}.parquet" for split in tables}
+    files = {name: out / f"{name}.parquet" for name in tables}
     if (old := out / "test.parquet").exists() and old not in files.values():
         raise InvalidInput(f"{old} is of an earlier conversion: delete it, or write to another directory", field="out")
-    write_tables({files[split]: table for split, table in tables.items()})
-    return files
+    write_tables({files[name]: table for name, table in tables.items()})
+    return ConversionReport(dataset, source, files, {name: table.num_rows for name, table in tables.items()})
 
 
 def _hold_out(rows: list[JsonObject], num_problems: int) -> dict[Split, list[JsonObject]]:
@@ -192,8 +180,9 @@ def make_search_files(
     for path in (*questions.values(), corpus):
         if not path.is_file():
             raise NotFound(f"{path} does not exist or is no file", field="source")
-    bad = BadRows(str(corpus), "bad", "Fix them, or drop them with --bad-rows drop")
-    tables: dict[Split | Literal["corpus"], pa.Table] = {}
+    source = ", ".join(map(str, (*questions.values(), corpus)))
+    bad = BadRows(source, "bad", "Fix them, or drop them with --bad-rows drop")
+    tables: dict[str, pa.Table] = {}
     for split, path in questions.items():
         rows = [row for _, row in _parsed(path, partial(_question, path.stem), bad)]
         tables[split] = pa.Table.from_pylist(rows, _QUESTIONS)
@@ -202,15 +191,10 @@ def make_search_files(
     chunks = iter(lambda: list(islice(documents, _DOCUMENTS_AT_ONCE)), [])
     batches = (pa.RecordBatch.from_pylist(chunk, _CORPUS) for chunk in chunks)
     tables["corpus"] = pa.Table.from_batches(batches, _CORPUS)
-    num_rows = {name: table.num_rows for name, table in tables.items()}
-    bad.settle(bad_rows, total=sum(num_rows.values()) + len(bad.rows), field="source")
-    if empty := [name for name, num in num_rows.items() if not num]:
+    bad.settle(bad_rows, total=sum(map(len, tables.values())) + len(bad.rows), field="source")
+    if empty := [name for name, table in tables.items() if not len(table)]:
         raise InvalidInput(f"there are no rows for {empty[0]}.parquet", field="source")
-    files = write_splits(tables, out)
-    source = f"{', '.join(map(str, questions.values()))}; {num_rows['corpus']} documents of {corpus}"
-    files_of_splits: dict[Split, Path] = {split: files[split] for split in questions}
-    num_of_splits: dict[Split, int] = {split: num_rows[split] for split in questions}
-    return ConversionReport("search-r1", source, files_of_splits, num_of_splits, tuple(bad.rows))
+    return replace(_write("search-r1", source, tables, out), dropped=tuple(bad.rows))
 
 
 def _question(source: str, record: Record) -> dict[str, object]:

@@ -53,7 +53,7 @@ def local_model(model: str, *, has_weights: bool, field: str) -> str:
     import huggingface_hub  # slow, and few runs need it
 
     patterns = [*_CARD, *_WEIGHTS] if has_weights else [*_CARD]
-    with _hub_errors(f"{parts['id']}, which is not a directory here,", parts["revision"], field):
+    with hub_errors(f"{parts['id']}, which is not a directory here,", parts["revision"], field):
         return huggingface_hub.snapshot_download(parts["id"], revision=parts["revision"], allow_patterns=patterns)
 
 
@@ -77,7 +77,7 @@ def dataset_file(url: str, field: str) -> Path:
     if not file:
         raise InvalidInput(f"{field}: {url} names no file: add one, as in {url}/FILE", field=field)
     name = f"file {file} of dataset {dataset}"
-    with _hub_errors(name, revision, field):
+    with hub_errors(name, revision, field):
         cached = huggingface_hub.try_to_load_from_cache(dataset, file, repo_type="dataset", revision=revision)
         if not isinstance(cached, str):  # without a network, a download would be tried for half a minute
             _info(dataset, revision, f"{field}: {name} was not downloaded to this host before, and", field)
@@ -98,7 +98,7 @@ def dataset_files(url: str, field: str, *, suffixes: tuple[str, ...]) -> list[st
     dataset, revision, wanted = _split_url(url, field)
     if wanted and "*" not in wanted:
         return [url]
-    with _hub_errors(f"dataset {dataset}", revision, field):
+    with hub_errors(f"dataset {dataset}", revision, field):
         repository = _info(dataset, revision, f"{field}: the files of dataset {dataset} are not known, because", field)
     names = sorted(file.rfilename for file in repository.siblings or () if file.rfilename.endswith(suffixes))
     if wanted:
@@ -138,18 +138,22 @@ def _split_url(url: str, field: str) -> tuple[str, str | None, str | None]:
 
 
 @contextlib.contextmanager
-def _hub_errors(name: str, revision: str | None, field: str) -> Iterator[None]:
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+def hub_errors(name: str, revision: str | None, field: str) -> Iterator[None]:
+    """Raises NotFound or Unavailable, with `name` as what is read, if the Hub's client fails in the block."""
+    from huggingface_hub import errors
 
     try:
         yield
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         message = f"{field}: {name} was not downloaded to this host before, and the Hugging Face Hub is unreachable"
         raise Unavailable(f"{message} ({first_line(error)}): use a local copy", field=field) from error
-    except (EntryNotFoundError, HfHubHTTPError) as error:
+    except (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         at = f" at revision {revision}" if revision else ""
         message = f"{field}: you cannot see {name}{at} on the Hugging Face Hub ({first_line(error)})"
         raise NotFound(message, field=field) from error
+    except errors.HfHubHTTPError as error:  # it is down, or limits the rate
+        message = f"{field}: {name} cannot be read from the Hugging Face Hub ({first_line(error)})"
+        raise Unavailable(f"{message}: try again later, or use a local copy", field=field) from error
 
 
 def first_line(error: Exception) -> str:

@@ -4,10 +4,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 from services.common.config.run import Config
-from services.coordinator.data.reading.hub import with_local_models
+from services.common.errors import Unavailable
+from services.coordinator.data.reading.hub import hub_errors, with_local_models
 from tests.coordinator.data.fake_hub import asking, hub
 from tests.support import ROOT
 
@@ -67,6 +70,12 @@ def test_a_model_on_the_hub_is_a_directory_of_the_cache(tmp_path: Path) -> None:
         elsewhere = resolve(ask, "openai/gsm9k")
     assert elsewhere.startswith("Unavailable model: openai/gsm9k, which is not a directory here, was not downloaded")
     assert elsewhere.endswith("use a local copy") and "\n" not in elsewhere
+
+
+def test_a_hub_that_is_down_says_nothing_of_what_it_has() -> None:
+    answer = httpx.Response(503, request=httpx.Request("GET", "http://hub"))
+    with pytest.raises(Unavailable, match="dataset a/b cannot be read"), hub_errors("dataset a/b", None, "data.train"):
+        raise HfHubHTTPError("503 Service Unavailable", response=answer)
 
 
 def test_a_path_stays_as_it_is(tmp_path: Path) -> None:
