@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.advantages.samples import coef_after, kl_record, next_coef
+from services.coordinator.rl.advantages.samples import coef_after, kl_record
 from tests.coordinator.rl.advantages.harness import (
     KINDS,
     Row,
@@ -97,14 +97,14 @@ def test_coefficient_of_the_step_wins_over_the_configured_one():
     ],
 )
 def test_next_coefficient(measured: float, num_samples: int, expected: float):
-    assert next_coef(0.2, measured, num_samples, ADAPTIVE) == pytest.approx(expected, rel=1e-12)
-    assert next_coef(0.2, measured, num_samples, KlConfig(coef=0.1)) == 0.2  # without a target it stays
+    before = {"kl_coef": 0.2, "kl_per_sample": measured, "num_samples": num_samples}
+    assert coef_after(before, ADAPTIVE) == pytest.approx(expected, rel=1e-12)
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.floats(1e-6, 10), st.floats(-100, 100), st.integers(1, 10**6))
 def test_coefficient_follows_the_kl(coef: float, measured: float, num_samples: int):
-    after = next_coef(coef, measured, num_samples, ADAPTIVE)
+    after = coef_after({"kl_coef": coef, "kl_per_sample": measured, "num_samples": num_samples}, ADAPTIVE)
     assert 0.8 * coef <= after * (1 + 1e-12) and after <= 1.2 * coef * (1 + 1e-12)
     assert after >= coef if measured >= ADAPTIVE.target else after <= coef
 
