@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
 from services.common.files.model_card import vocab_size_of, write_model_card
-from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer
+from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer, token_ids
 
 _TEMPLATE, _TOKENIZER, _GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
 
@@ -43,7 +43,7 @@ def served_files(card: ModelCard, data: FilesConfig) -> ModelCard:
     if not generation:  # transformers makes one from config.json
         generation = {key: config[key] for key in ("bos_token_id", "pad_token_id", "eos_token_id") if key in config}
     stops: list[JsonValue] = [*tokenizer.eos_token_ids]
-    if _ids(generation.get("eos_token_id")) != stops:
+    if sorted(token_ids(generation.get("eos_token_id"))) != stops:
         files[_GENERATION] = _written({**generation, "eos_token_id": stops if len(stops) > 1 else stops[0]})
     return ModelCard(files={name: content for name, content in files.items() if card.files.get(name) != content})
 
@@ -60,10 +60,6 @@ def _literal(value: JsonValue) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in value.items())}}}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _ids(value: JsonValue) -> list[int]:
-    return sorted(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
 
 
 def _read(card: ModelCard, name: str) -> dict[str, JsonValue]:

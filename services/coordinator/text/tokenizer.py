@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
@@ -17,6 +16,8 @@ from pydantic import JsonValue
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import vocab_size_of
+from services.common.files.storage import parse_object
+from services.common.json_values import JsonObject
 from services.coordinator.compat.without_torch import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText, encoding
@@ -280,16 +281,8 @@ def _load(directory: Path) -> "TokenizersBackend":
     return loaded
 
 
-def _read_json(path: Path) -> dict[str, JsonValue]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{path} is not JSON: {error}", field="model") from error
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{path} must hold an object, not a {type(content).__name__}", field="model")
-    return content
+def _read_json(path: Path) -> JsonObject:
+    return parse_object(path.read_bytes(), path, field="model") if path.is_file() else {}
 
 
 def _check_added_tokens(
@@ -348,7 +341,7 @@ def _read_eos_token_ids(
         named[name] = _read_json(directory / name).get("eos_token_id")
     found: set[int] = set()
     for name, value in named.items():
-        ids = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+        ids = token_ids(value)
         if max(ids, default=0) >= num_embeddings:
             message = f"{directory / name}: end token {max(ids)} is outside the model's vocabulary of {num_embeddings}"
             raise InvalidInput(message, field="model")
@@ -357,6 +350,11 @@ def _read_eos_token_ids(
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")
     return tuple(sorted(found))
+
+
+def token_ids(value: object) -> list[int]:
+    """Returns the token ids that a file of a model gives as one number, a list or null."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
 
 
 def stop_tokens(tokenizer: Tokenizer, sampling: SamplingConfig) -> list[int]:

@@ -240,7 +240,7 @@ def test_eos_is_the_union(make_model, files, expected):
         ({"tokenizer": None}, "has no tokenizer: none of tokenizer.json"),
         ({"tokenizer": "{}"}, "transformers cannot load the tokenizer: KeyError"),
         ({"tokenizer_config": "{"}, "tokenizer_config.json is not JSON"),
-        ({"config": "[]"}, "config.json must hold an object, not a list"),
+        ({"config": "[]"}, "config.json is not a JSON object"),
         ({"tokenizer_config": {"eos_token": "</s>"}}, "eos_token '</s>' is not in tokenizer.json"),
         ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
         ({"chat_template": None, "tokenizer_config": {"chat_template": 5}}, "chat_template of .* is 5, not a text"),
