@@ -50,15 +50,15 @@ class SftTrainer(Trainer):
         return -pc.sum(logprobs.cast(pa.float64())).as_py(), len(logprobs)
 
 
-def use_rows(run: Run[SftConfig], data: SftDataset, held_out: Mapping[str, Sequence[Example]] | None = None) -> None:
+def use_rows(run: Run[SftConfig], data: SftData) -> None:
     """Records the rows before the first step and sets `run.num_steps`, which may depend on the number of rows.
 
     Raises:
         PreconditionFailed: The run has trained or evaluated on other rows.
     """
-    others = {f"data.eval.{name}": digest_of(rows) for name, rows in (held_out or {}).items()}
-    run.record.use_data(data.digest, others)
-    run.num_steps = run.config.num_steps or data.num_steps(run.config.num_epochs or 0)
+    others = {f"data.eval.{name}": digest_of(rows) for name, rows in data.held_out.items()}
+    run.record.use_data(data.train.digest, others)
+    run.num_steps = run.config.num_steps or data.train.num_steps(run.config.num_epochs or 0)
 
 
 def step_metrics(run: Run[SftConfig], trained: Mapping[str, float], batch: pa.Table) -> dict[str, float]:
@@ -156,7 +156,7 @@ async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftDa
     config = sessions.config
     async with recorded_run(config, console) as run:
         if data is not None:
-            use_rows(run, data.train, data.held_out)
+            use_rows(run, data)
         if outcome := outcome_if_finished(run, partial(console.print, soft_wrap=True)):
             return outcome
         async with (
@@ -167,7 +167,7 @@ async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftDa
             version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
             if data is None:
                 data = load_from_card(config, trainer.opened.model_card, _load)
-                use_rows(run, data.train, data.held_out)
+                use_rows(run, data)
             console.print(run.describe_start(version, trainer.opened.version), soft_wrap=True, highlight=False)
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)

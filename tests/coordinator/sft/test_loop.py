@@ -1,7 +1,7 @@
 """Tests an SFT run between its data and the trainer: the data it resumes with and the scoring of held-out rows."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,8 +26,9 @@ def example(index: int, num_tokens: int = 3) -> Example:
     return Example(f"{index}", np.array([7], np.uint32), tokens, np.arange(num_tokens) > 0)
 
 
-def dataset(*indices: int) -> SftDataset:
-    return SftDataset([example(index) for index in indices], EpochOrder(len(indices), 4, seed=0, shuffle=False))
+def data(*indices: int, **held_out: Sequence[Example]) -> SftData:
+    order = EpochOrder(len(indices), 4, seed=0, shuffle=False)
+    return SftData(SftDataset(list(map(example, indices)), order), held_out, cast(Any, None))
 
 
 @pytest.fixture
@@ -55,24 +56,24 @@ def open_again(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 def test_its_length_is_given_in_epochs_or_steps(open_again: Callable[..., Run]) -> None:
     run = open_again()
-    use_rows(run, dataset(1, 2, 3, 4, 5))
+    use_rows(run, data(1, 2, 3, 4, 5))
     assert run.num_steps == 3  # 10 rows in batches of 4
 
 
 async def test_it_goes_on_with_the_rows_that_it_trained_on_only(open_again: Callable[..., Run]) -> None:
-    use_rows(open_again(num_steps=7), dataset(5, 6, 7, 8))  # and its trainer did not start
-    run, rows = open_again(num_steps=7), dataset(1, 2, 3, 4)
+    use_rows(open_again(num_steps=7), data(5, 6, 7, 8))  # and its trainer did not start
+    run, rows = open_again(num_steps=7), data(1, 2, 3, 4)
     use_rows(run, rows)
     with pytest.raises(Unavailable):
-        await train(run, SftData(rows, {}, cast(Any, None)), FakeTrainer())
+        await train(run, rows, FakeTrainer())
     run = open_again(num_steps=9)
     with pytest.raises(PreconditionFailed, match=r"data\.train differs from what .*run was started with"):
-        use_rows(run, dataset(1, 2, 4, 3))
-    use_rows(run, dataset(1, 2, 3, 4), {"a": [example(5)]})
+        use_rows(run, data(1, 2, 4, 3))
+    use_rows(run, data(1, 2, 3, 4, a=[example(5)]))
     assert run.num_steps == 9
-    use_rows(open_again(num_steps=9), dataset(1, 2, 3, 4), {"a": [example(5)]})
+    use_rows(open_again(num_steps=9), data(1, 2, 3, 4, a=[example(5)]))
     with pytest.raises(PreconditionFailed, match=r"data\.eval\.a differs from what .*run was started with"):
-        use_rows(open_again(num_steps=9), dataset(1, 2, 3, 4), {"a": [example(6)]})
+        use_rows(open_again(num_steps=9), data(1, 2, 3, 4, a=[example(6)]))
 
 
 class FakeTrainer:
