@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from enum import StrEnum
-from functools import partial
 from typing import TypeVar
 
 from lockstep.reward.v1 import agent_pb2, agent_pb2_grpc, environment_pb2_grpc
@@ -21,7 +20,7 @@ from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
 from services.common.rpc.client import Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport
-from services.common.tasks import gather, task_group
+from services.common.tasks import gather, keep, task_group
 from services.coordinator.clients.reward import Reward, Rewards
 from services.coordinator.data.prompts import Prompt
 
@@ -143,7 +142,7 @@ class Environments:
         """Creates the clients. The reward services must be open."""
         self._services = [_Service(reward, settings, transport) for reward in rewards.services]
         self._settings = settings
-        self._ends: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them alive
+        self._ends: set[asyncio.Task[None]] = set()
         opened = rewards.opened
         self.tools: Sequence[Mapping[str, object]] = json.loads(opened.tools_json or "[]")
         """JSON schemas of the tools, as chat templates take them."""
@@ -161,15 +160,9 @@ class Environments:
             try:
                 yield client
             finally:
-                # `_free_place` is called when the service has ended the episode: max_concurrent is a limit of the
-                # service.
-                end = asyncio.create_task(client.close())
-                self._ends.add(end)
-                end.add_done_callback(partial(self._free_place, service))
-
-    def _free_place(self, service: "_Service", end: asyncio.Task[None]) -> None:
-        self._ends.discard(end)
-        service.places.release()
+                end = keep(self._ends, client.close())
+                # Only then, because max_concurrent is a limit of the service.
+                end.add_done_callback(lambda _: service.places.release())
 
     async def play(self, begin: agent_pb2.Begin, answer: Answer) -> agent_pb2.AgentEnd:
         """Plays an agent's episode, answers its calls and returns what it left behind.

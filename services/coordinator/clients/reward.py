@@ -20,7 +20,7 @@ from services.common.rpc.client import Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import gather
 from services.coordinator.data.dialog import decode_completions
-from services.coordinator.data.groups import SampledGroup, ScoredGroup, final_tokens, num_sampled
+from services.coordinator.data.groups import SampledGroup, ScoredGroup
 from services.coordinator.runs.clock import Busy
 from services.coordinator.text.tokenizer import Tokenizer
 
@@ -195,18 +195,17 @@ class Reward:
         if prompt.messages[0]["role"]:
             for message in prompt.messages:
                 request.messages.add(role=str(message["role"]), content=str(message.get("content") or ""))
-        episodes = [group.episode(sample) for sample in range(len(group.completions))]
-        texts = decode_completions(list(map(final_tokens, group.completions, episodes)), tokenizer)
-        for sample, (completion, episode, text) in enumerate(zip(group.completions, episodes, texts, strict=True)):
-            left = group.left[sample] if group.left else None
+        num_samples = len(group.completions)
+        pairs = zip(group.completions, group.episodes or [None] * num_samples, strict=True)
+        turns = [episode.turns(completion.tokens) if episode else [completion.tokens] for completion, episode in pairs]
+        texts = decode_completions([own[-1] if own else () for own in turns], tokenizer)  # scorers judge the last turn
+        left_behind = group.left or [None] * num_samples
+        for completion, own, text, left in zip(group.completions, turns, texts, left_behind, strict=True):
+            candidate = {"text": text, "num_tokens": sum(map(len, own))}
             if left:
                 result = pb.AgentResult(exit_code=left.exit_code, files=left.files)
-                of_agent = {"text": left.text, "num_tokens": left.num_tokens, "agent": result}
-                request.candidates.add(finish_reason=completion.finish_reason, **of_agent)
-                continue
-            request.candidates.add(
-                text=text, num_tokens=num_sampled(completion, episode), finish_reason=completion.finish_reason
-            )
+                candidate = {"text": left.text, "num_tokens": left.num_tokens, "agent": result}
+            request.candidates.add(finish_reason=completion.finish_reason, **candidate)
         return request
 
     async def reopen(self, num_opens: int, *, why: str) -> None:

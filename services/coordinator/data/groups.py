@@ -114,17 +114,6 @@ class Stream:
         return completion, Episode(self.begins, self.ends, self.rewards, environment)
 
 
-def final_tokens(completion: Completion, episode: Episode | None) -> Sequence[int]:
-    """Returns the tokens of the text that scorers judge: those of the last turn."""
-    turns = episode.turns(completion.tokens) if episode else [completion.tokens]
-    return turns[-1] if turns else ()
-
-
-def num_sampled(completion: Completion, episode: Episode | None) -> int:
-    """Returns the number of tokens that the policy sampled."""
-    return sum(map(len, episode.turns(completion.tokens))) if episode else len(completion.tokens)
-
-
 FINISH_REASONS = {
     FinishReason.FINISH_REASON_STOP: "stop",
     FinishReason.FINISH_REASON_LENGTH: "length",
@@ -200,7 +189,7 @@ class SampledGroup:
                 sample,
                 self.prompt.tokens,
                 completion,
-                self.episode(sample),
+                self.episodes[sample] if self.episodes else None,
                 self.routed_experts[sample] if self.routed_experts else None,
                 self.sampling_mask[sample] if self.sampling_mask else None,
             )
@@ -209,17 +198,12 @@ class SampledGroup:
 
     @property
     def length(self) -> int:
-        completions = [row.completion for row in self.segments] or self.completions
-        return max(len(completion.tokens) for completion in completions)
+        return max(len(row.completion.tokens) for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of its samples with their prompts, as micro-batches count them (common.batches.blocks)."""
         return sum(row.num_tokens for row in self.rows)
-
-    def episode(self, sample: int) -> Episode | None:
-        """Returns the episode of a completion; None without an environment."""
-        return self.episodes[sample] if self.episodes else None
 
 
 @dataclass(frozen=True)

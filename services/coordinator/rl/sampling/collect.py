@@ -284,11 +284,8 @@ class PlayedCollector(Collector):
         score = next(scores)
         if played.left or score.HasField("failure"):
             return score
-        whole = Score()
-        whole.CopyFrom(score)
-        whole.components["environment"] = played.episode.reward
-        whole.reward = total([score.reward, *played.episode.turn_rewards])
-        return whole
+        components = {**score.components, ENVIRONMENT: played.episode.reward}
+        return Score(reward=total([score.reward, *played.episode.turn_rewards]), components=components)
 
 
 def require_stamp(turn_of: SampledGroup, request: PromptRequest, sample: int, turn: int) -> None:
