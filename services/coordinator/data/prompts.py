@@ -214,14 +214,8 @@ REFILLS = 1
 def prompts_to_try(
     data: PromptDataset, config: Config, step: int, success_rates: Callable[[int, int | None], Mapping[str, float]]
 ) -> Iterator[Prompt]:
-    """Yields every prompt of `data` once, in the order in which `step` tries them.
-
-    Steps count from 0; `success_rates` is Ledger.success_rates, or a function like it.
-
-    Raises:
-        InvalidInput: `data` has fewer prompts than a step tries at once.
-    """
-    require_enough(len(data), config)
+    """Yields every prompt of `data` once, in the order in which `step`, counted from 0, tries them; `success_rates` is
+    Ledger.success_rates, or a function like it."""
     prompts, curriculum = plain_order(data, seed=config.seed, step=step), config.selection.curriculum
     if not curriculum.enabled:
         return prompts

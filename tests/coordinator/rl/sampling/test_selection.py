@@ -18,15 +18,12 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion
 from pydantic import ValidationError
 
-from services.common.config.reward import RewardConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason
 from services.coordinator.clients.replica import ReplicaState
 from services.coordinator.data.groups import ScoredGroup
-from services.coordinator.data.prompts import Prompt
+from services.coordinator.data.prompts import Prompt, require_enough
 from services.coordinator.rl.sampling.selection import Drop, Selected, select
-from services.reward.scorers.base import Item
-from services.reward.scorers.text import LengthScorer
 from tests.coordinator.fake_services import make_config, make_prompt
 from tests.coordinator.fake_steps import GREEDY_TOKEN, stamp_of, steps
 from tests.support import raises, until
@@ -288,12 +285,12 @@ async def test_over_sampling_aborts_in_the_engine_and_replicas_go_on(tmp_path: P
     assert [row["keep"] for row in decisions(config, "selected")] == ["arrival"] * 2  # of the two steps sampled
 
 
-async def test_more_prompts_at_once_than_there_are(tmp_path: Path):
-    config = config_of(runs_dir=tmp_path, selection={"over_sampling": {"factor": 1.3}})
-    async with steps(config, 5, lambda prompt_id, token: 1.0) as given:
-        with pytest.raises(InvalidInput, match=r"4 x selection\.over_sampling\.factor 1\.3 = 6 .* has 5") as raised:
-            await given.live(0, 1)
-    assert raised.value.metadata["field"] == "selection.over_sampling.factor"
+def test_more_prompts_at_once_than_there_are():
+    config = config_of(selection={"over_sampling": {"factor": 1.3}})
+    require_enough(6, config)
+    with raises(InvalidInput, field="selection.over_sampling.factor") as raised:
+        require_enough(5, config)
+    assert "4 x selection.over_sampling.factor 1.3 = 6 prompts at once, but data.train has 5" in raised.value.message
 
 
 @pytest.fixture
@@ -321,20 +318,6 @@ async def test_truncated_samples_are_masked_but_count_in_their_group(truncated: 
     (step,) = decisions(config, "finished")
     assert step["sampling/overlong_masked"] == sum(is_long)
     assert step["completion/truncated"] == pytest.approx(sum(is_long) / 24)
-
-
-@pytest.mark.parametrize("num_tokens", [0, 16383, 16384, 16385, 18432, 20479, 20480, 20481, 30000])
-async def test_the_length_scorer_is_dapos_soft_overlong_punishment(num_tokens: int):
-    """Checks arXiv 2503.14476, eq. 13, with the paper's numbers: L_max 20480 and L_cache 4096 (section 4.1)."""
-    longest, cache = 20480, 4096
-    reward = RewardConfig(scorers=[{"kind": "length", "target_tokens": longest - cache, "max_tokens": longest}])
-    score = await LengthScorer(reward.scorers[0], reward).score(Item("", "", {}, "", num_tokens, "stop"))
-    if num_tokens <= longest - cache:
-        assert score == 0
-    else:
-        assert score == (
-            -1 if num_tokens > longest else ((longest - cache) - num_tokens) / cache
-        )  # exact: cache is 2^12
 
 
 async def test_remax_gets_the_reward_of_a_greedy_completion(tmp_path: Path):
