@@ -46,7 +46,7 @@ class EpochOrder:
         epoch, first = divmod(step * self.prompts_per_step, self.num_prompts)
         batch = self._order(epoch)[first : first + self.prompts_per_step]
         missing = self.prompts_per_step - len(batch)
-        return np.concatenate([batch, self._order(epoch + 1)[:missing]]) if missing else batch.copy()
+        return np.concatenate([batch, self._order(epoch + 1)[:missing]]) if missing else batch
 
     def _order(self, epoch: int) -> np.ndarray:
         """Returns the order of `epoch`, which may depend on the previous epoch. Caches the last two orders."""

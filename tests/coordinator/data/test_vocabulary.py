@@ -33,7 +33,6 @@ def test_rows_with_tokens_that_nobody_has_are_bad(
     tmp_path: Path, model: Path, bad_rows: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [Tokenizer.load(model).has_token(token) for token in ("1", "<new>")] == [True, False]
-    assert [Tokenizer.load(model).has_token(token) for token in ("1", "<new>")] == [True, False]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in PROMPTS))
     data = DataConfig.model_validate({"train": path, "prompts_per_step": 1, "bad_rows": bad_rows})
