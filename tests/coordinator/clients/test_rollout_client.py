@@ -284,11 +284,19 @@ async def test_a_group_whose_replica_takes_too_long_goes_to_another_and_the_engi
         assert f"lost replica {other.address}: no answer in 3600 s" in raised.value.message
 
 
+class NewerReplica(FakeReplica):
+    """Answers from the weights of the next version."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async for answer in super().Generate(request, context):
+            answer.stamp.version += 1
+            answer.ClearField("sha256")
+            yield seal(request, answer)
+
+
 async def test_the_answers_stamp_is_kept_not_the_requests():
-    async with replicas(1) as (fake,), serving([fake]) as rollout:
-        group = await generate(rollout, 0)
-        assert group.stamp == STAMP
-        assert [completion.seed for completion in group.completions] == [0, 1]
+    async with replicas(1, NewerReplica) as fakes, serving(fakes) as rollout:
+        assert (await generate(rollout, 0)).stamp.version == STAMP.version + 1
 
 
 @pytest.mark.parametrize("seed", range(5))
