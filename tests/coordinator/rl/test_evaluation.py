@@ -252,25 +252,6 @@ def test_a_set_is_sampled_as_in_training_but_for_what_it_sets():
     )
 
 
-async def test_truncation_is_only_of_the_evaluation(tmp_path: Path):
-    asked = []
-
-    class Seen(Replica):
-        async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-            asked.append((round(request.sampling.top_p, 6), request.sampling.top_k, round(request.sampling.min_p, 6)))
-            async for answer in super().Generate(request, context):
-                yield answer
-
-    config = make_config(runs_dir=tmp_path)
-    async with replicas(1, Seen) as fakes, collector(config, fakes, Scorer(set()), STAMP) as collects:
-        for sampling in (
-            config.rollout.sampling,
-            eval_sampling(EvalSetConfig(temperature=1.0, top_p=0.9, top_k=7, min_p=0.25), config.rollout.sampling),
-        ):
-            await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
-    assert asked == [(1.0, 0, 0.0), (0.9, 7, 0.25)]
-
-
 @pytest.fixture
 def run_yaml(tmp_path: Path) -> str:
     data = {"train": "t", "eval": {"gsm8k-test": "g", "aime": "a"}, "prompts_per_step": 8, "max_prompt_tokens": 100}

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from services.common.config.advantage import AdvantageConfig
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.reward import RewardConfig
-from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.evaluation import set_metrics
 from services.coordinator.rl.metrics import _idle, batch_metrics
 from tests.coordinator.rl.advantages.harness import row, table
@@ -120,17 +118,6 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
 
 def test_numbers_of_a_batch_without_a_trained_token_are_left_out():
     assert per_token([row(1, 2, loss_mask=[False, False], advantages=[0, 0])]) == {}
-
-
-def test_metrics_of_samples_with_advantages():
-    rows = [row(reward, values=[0.5], ref_logprobs=[-1]) for reward in (1, 0)]
-    metrics = batch_metrics(
-        compute_advantages(table(rows), AdvantageConfig(kind="gae", whiten="none", kl={"coef": 0.1}))
-    )
-    assert metrics["advantage/min"] == -0.5
-    assert metrics["advantage/max"] == 0.5
-    assert metrics["kl/token_mean"] == 0
-    assert metrics["value/explained_variance"] == 0
 
 
 def test_a_call_that_several_segments_of_an_agent_continue_is_one_turn():

@@ -130,18 +130,21 @@ async def test_penalties_and_ends_of_completions_reach_the_engine():
 
     config = make_config()
     penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.25}
+    truncation = {"temperature": 1.0, "top_p": 0.75, "top_k": 7, "min_p": 0.25}
     async with replicas(1, Seen) as fakes, collector(config, fakes, FakeReward(set()), STAMP) as collects:
         for training in (
             SamplingConfig(max_tokens=9, stop_token_ids=(7, 7), top_k=5, min_tokens=3, bad_words=("ab", " ab")),
             SamplingConfig(max_tokens=9, stop_token_ids=(7,), ignore_eos=True),
         ):
-            held = EvalSetConfig(min_tokens=4, max_tokens=2000, bad_words=("c",), **penalties)
+            held = EvalSetConfig(min_tokens=4, max_tokens=2000, bad_words=("c",), **penalties, **truncation)
             held_out = eval_sampling(held, training)
             for sampling in (training, held_out):
                 await collects.collect("math", [make_prompt(0)], 1, sampling, STAMP)
     own, alone = [list(one.stop_token_ids) for one in asked[1:3]]
     assert own == [*own[:-1], 7] and len(own) > 1 and alone == [7]
     assert [one.min_tokens for one in asked] == [3, 4, 0, 4]
+    cut = [(one.top_p, one.top_k, one.min_p) for one in asked]
+    assert cut == [(1, 5, 0), (0.75, 7, 0.25), (1, 0, 0), (0.75, 7, 0.25)]
     bad_words = [[list(sequence.tokens) for sequence in one.bad_words] for one in asked]
     assert bad_words == [[[97, 98], [97, 98]], [[99]], [], [[99]]]
     for one in (asked[0], asked[2]):

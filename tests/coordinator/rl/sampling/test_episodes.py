@@ -240,31 +240,19 @@ async def test_a_failed_episode_is_played_again_with_the_same_seeds(failures: li
 
 
 @pytest.mark.parametrize("own", ["1 + 1?", ({"role": "user", "content": "1 + 1?"},)])
-async def test_an_environment_gets_the_prompt_of_the_row_and_not_the_rendered_one(own: Any):
+@pytest.mark.parametrize("answer", ["2", None])
+async def test_an_environment_gets_the_row_and_not_the_rendered_prompt(own: Any, answer: str | None):
     environment = FakeEnvironment(ends_after(1))
     config = make_config(environment={"kind": "python", "path": "m:C"})
     async with (
         replicas(1) as fakes,
         episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
     ):
-        prompt = replace(make_prompt(3), text="<|user|>1 + 1?<|assistant|>", extra={"level": 1}, row_prompt=own)
-        await collector.one(0, prompt, PromptRequest(1, SAMPLING, STAMP, STAMP.version))
+        row = {"text": "<|user|>1 + 1?<|assistant|>", "answer": answer, "extra": {"level": None}, "row_prompt": own}
+        await collector.one(0, replace(make_prompt(3), **row), PromptRequest(1, SAMPLING, STAMP, STAMP.version))
     (request,) = environment.resets
-    own = own if isinstance(own, str) else list(own)
-    assert json.loads(request.row_json) == {"prompt": own, "answer": prompt.answer, "level": 1}
-
-
-async def test_an_environment_gets_no_answer_of_a_row_that_has_none():
-    environment = FakeEnvironment(ends_after(1))
-    config = make_config(environment={"kind": "python", "path": "m:C"})
-    async with (
-        replicas(1) as fakes,
-        episodes(config, fakes, environment, STAMP, DigitTokenizer()) as collector,  # type: ignore[arg-type]
-    ):
-        prompt = replace(make_prompt(3), answer=None, extra={"level": None})
-        await collector.one(0, prompt, PromptRequest(1, SAMPLING, STAMP, STAMP.version))
-    (request,) = environment.resets
-    assert json.loads(request.row_json) == {"prompt": prompt.row_prompt, "level": None}
+    expected = {"prompt": own if isinstance(own, str) else list(own), "level": None}
+    assert json.loads(request.row_json) == expected | ({"answer": answer} if answer else {})
 
 
 async def test_a_lost_episode_is_played_again():
