@@ -128,4 +128,4 @@ def test_a_step_is_the_same_again_to_environment_scorers_and_trainer(workspace: 
     (workspace / "game.py").write_text(_ENVIRONMENT.replace("={text}=", "-{text}="))
     done = invoke("replay", "runs/run", "--step", 2, "--what", "environment", cwd=workspace)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "turn 0 reply: recorded" in done.stdout + done.stderr
+    assert "turn 0 reply from token 0: recorded" in done.stdout + done.stderr

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from services.common.config.load import parse_json
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
+from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import LedgerReader
 from services.coordinator.runs.record import batch_path, calls_path, sha256_of
@@ -74,12 +75,12 @@ class Record:
         samples, collected, differs = self._read(step, batch_path(self.run_dir, step - 1), "samples", "sha256")
         return Batch(samples, collected["dataset"], differs)
 
-    def episodes(self, step: int) -> tuple[pa.Table, tuple[Difference, ...]]:
-        """Returns what the agents of a step asked and left behind (data.calls.EPISODE_SCHEMA), and the differences if
-        the file is not the one that was recorded.
+    def episodes(self, step: int) -> tuple[list[JsonMapping], tuple[Difference, ...]]:
+        """Returns what the agents of a step asked and left behind (rows of data.calls.EPISODE_SCHEMA), and the
+        differences if the file is not the one that was recorded.
         """
         table, _, differs = self._read(step, calls_path(self.run_dir, step - 1), "calls of agents", "calls_sha256")
-        return table, differs
+        return table.to_pylist(), differs
 
     def require_batch(self, step: int) -> None:
         """Raises NotFound if the samples of `step` were not kept."""

@@ -142,19 +142,19 @@ class _Player:
         async with self._environments.episode(f"replay/{row['group']}/{row['sample']}") as client:
             seed = environment_seed(self._config.seed, prompt.prompt_id)
             first = self._dialog.begin(prompt, await client.reset(seed, prompt))
-            if differences := _differences(f"{at} first prompt", row["prompt_tokens"], first.tokens):
+            if differences := [*_differing(f"{at} first prompt", row["prompt_tokens"], first.tokens)]:
                 return differences
             for turn, tokens in enumerate(episode.turns(row["tokens"])):
                 begin = episode.turn_begins[turn]
                 text, reason = self._dialog.text(tokens), self._reason(tokens, begin)
                 reasons = self._dialog.opens_reasoning([*first.tokens, *row["tokens"][:begin]])
                 reply = await client.step(text, len(tokens), reason, is_reasoning=reasons)
-                reward = weighted_sum([(self._weight, reply.reward)])
-                differences = _differences(f"{at} turn {turn} reward", episode.turn_rewards[turn], reward)
+                where, reward = f"{at} turn {turn} ", weighted_sum([(self._weight, reply.reward)])
+                differences = [*compare({"reward": episode.turn_rewards[turn]}, {"reward": reward}, where)]
                 if turn < len(replies) - 1:
-                    differences += _differences(f"{at} turn {turn} done", False, reply.done)
-                    now = self._dialog.reply(tokens, reply.messages)
-                    differences += _differences(f"{at} turn {turn} reply", replies[turn], now)
+                    differences += compare({"done": False}, {"done": reply.done}, where)
+                    added = self._dialog.reply(tokens, reply.messages)
+                    differences += _differing(f"{where}reply", replies[turn], added)
                 if differences:
                     return differences
         return []
@@ -164,12 +164,6 @@ class _Player:
         most = min(self._config.rollout.sampling.max_tokens, self._config.max_response_tokens - begin)
         is_cut = len(tokens) == most and not self._dialog.is_stopped(tokens)
         return FinishReason.FINISH_REASON_LENGTH if is_cut else FinishReason.FINISH_REASON_STOP
-
-
-def _differences(what: str, recorded: object, now: object) -> list[Difference]:
-    if isinstance(recorded, Sequence):
-        recorded, now = list(recorded), list(now)  # type: ignore[call-overload]
-    return [] if recorded == now else [Difference(what, str(recorded), str(now))]
 
 
 _NUM_SHOWN = 8  # tokens from the first that differs

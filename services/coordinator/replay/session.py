@@ -21,7 +21,6 @@ from services.common.config.run import Config
 from services.common.config.trainer import ReferenceConfig
 from services.common.counted import counted
 from services.common.errors import InvalidInput
-from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.trainer import Model, Trainer
@@ -256,21 +255,17 @@ class _Session:
         return Replayed(self.step, compared, list(differences), run.config.run_dir)
 
     async def _rewards(self, run: Run, addresses: Addresses) -> tuple[int, list[Difference]]:
-        episodes, damaged = self._episodes() if _has_agent(run.config) else ([], [])
+        episodes, damaged = self.record.episodes(self.step) if _has_agent(run.config) else ([], ())
         async with self._scoring(run, addresses) as (rewards, environments, tokenizer):
             data = _prompts(run.config, tokenizer, environments)
             batch = self.record.batch(self.step)
             number, differences = await replay_rewards(batch, rewards, data, tokenizer, episodes)
             return number, [*damaged, *differences]
 
-    def _episodes(self) -> tuple[list[JsonMapping], Sequence[Difference]]:
-        table, damaged = self.record.episodes(self.step)
-        return table.to_pylist(), damaged
-
     async def _calls(self, config: Config) -> tuple[int, list[Difference]]:
         if not _has_agent(config):
             raise InvalidInput("--what calls: the run has no agent", field="what")
-        episodes, damaged = self._episodes()
+        episodes, damaged = self.record.episodes(self.step)
         samples, tokenizer = self.record.batch(self.step).samples, self._tokenizer(config)
         with reading(f"{self.record.run_dir}: a call of step {self.step}"):
             number, differences = await asyncio.to_thread(replay_calls, samples, episodes, tokenizer, config)
