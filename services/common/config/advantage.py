@@ -20,7 +20,7 @@ class DynamicSamplingConfig(Strict):
     component: str | None = None
     """Component of reward.scorers to compare instead of the reward, such as correctness if there is a length penalty
     too; null compares the reward."""
-    max_rounds: float = Field(default=10.0, ge=1, allow_inf_nan=False)
+    max_rounds: float = Field(default=10.0, ge=1)
     """Limit on the prompts that one step tries, as a multiple of data.prompts_per_step."""
     on_budget: Literal["train", "fail"] = "train"
     """What to do if a step reaches max_rounds with too few groups: train on the groups that it has (fails if they are
@@ -33,7 +33,7 @@ class DynamicSamplingConfig(Strict):
 class OverSamplingConfig(Strict):
     """Tries more prompts concurrently than a step needs."""
 
-    factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    factor: float = Field(default=1.0, ge=1)
     """Number of prompts to try concurrently, as a multiple of data.prompts_per_step."""
     keep: Literal["index", "arrival"] = "index"
     """Which usable groups to keep. index: the first ones in prompt order, so that the batch does not depend on timing;
@@ -65,7 +65,7 @@ class CurriculumConfig(Strict):
     """Highest success rate of the preferred prompts; above it, a prompt is too easy."""
     component: str | None = None
     """Component of reward.scorers that decides whether a sample passed; null uses the reward."""
-    pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
+    pass_threshold: float = 1.0
     """Minimum reward, or value of `component`, for a sample to pass."""
     window: int | None = Field(default=None, ge=1)
     """Number of most recent steps that success rates are computed over; null is all. Make it longer than an epoch, so
@@ -112,16 +112,16 @@ _READ_BY = {
 class KlConfig(Strict):
     """A penalty on the reward of each trained token: coef times an estimate of KL(policy || reference)."""
 
-    coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty in the reward; with `target`, its initial value. 0 turns the penalty off and needs
     no reference model."""
     kind: Literal["k1", "k2", "k3", "abs"] = "k1"
     """KL estimator at each sampled token, with x = log policy - log reference: k1 = x, k2 = x^2 / 2,
     k3 = exp(-x) - 1 + x, abs = |x|."""
-    target: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    target: float | None = Field(default=None, gt=0)
     """Target KL in nats per sample (summed over its tokens). The coefficient is adapted after each step to reach it;
     null keeps the coefficient constant."""
-    horizon: float = Field(default=10000.0, gt=0, allow_inf_nan=False)
+    horizon: float = Field(default=10000.0, gt=0)
     """Number of samples over which the adaptive coefficient changes by at most 20 % (arXiv 1909.08593, section 2.2)."""
 
     def check_rules(self) -> None:
@@ -183,7 +183,7 @@ class AdvantageConfig(Strict):
     """Additional keyword arguments for the function of `import_path`."""
     kl: KlConfig = KlConfig()
     """KL penalty in the reward; trainer.loss.kl_coef is the KL penalty in the loss."""
-    distill_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    distill_coef: float | None = Field(default=None, ge=0)
     """Distill from `teacher`: add to the advantage of each token, after whitening, this coefficient times (log teacher
     - log policy) at the token, which descends KL(policy || teacher) token by token. null: 1 with kind distill, 0 with
     all others. 0: the teacher's part is only that of trainer.loss.distill."""

@@ -157,11 +157,15 @@ class AnyRun(Strict):
         return self.runs_dir / self.name
 
 
+def is_set(section: Strict, key: str) -> bool:
+    """Returns whether a key has another value than its default."""
+    return getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)
+
+
 def require_read(section: Strict, kind: str, kinds_of: Mapping[str, Collection[str]]) -> None:
     """Raises ValueError if a key is set that `kind` does not read; all kinds read the keys that are not listed."""
     for key, kinds in kinds_of.items():
-        default = type(section).model_fields[key].get_default(call_default_factory=True)
-        if kind not in kinds and getattr(section, key) != default:
+        if kind not in kinds and is_set(section, key):
             raise ValueError(f"{key} is not read by kind {kind}, only by {', '.join(sorted(kinds))}: leave it out")
 
 

@@ -2,12 +2,11 @@
 
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, RootModel, field_validator
 
 from services.common.config.base import NAME, Strict, Table
-from services.common.config.reward import check_encrypted, check_url, is_local
+from services.common.config.reward import check_encrypted, check_url
 from services.common.import_path import IMPORT_PATH
 
 
@@ -329,12 +328,8 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
             raise ValueError(f"{unread[0]}: only a command has it, because others run in no sandbox: leave it out")
         if self.port and not self.url:
             raise ValueError("port: only agents with a url call from elsewhere: leave it out")
-        if (
-            self.url
-            and urlsplit(check_url(self.url)).scheme != "https"
-            and not is_local(urlsplit(self.url).hostname or "")
-        ):
-            raise ValueError("url: the key would be sent unencrypted; use an https url")
+        if self.url:
+            check_encrypted(check_url(self.url), "url")
         for path in self.files:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"files: {path} must be a path below /workspace or, with ~/, below HOME")

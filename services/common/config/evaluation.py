@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,7 @@ class EarlyStoppingConfig(BestConfig):
 
     patience: int = Field(default=3, ge=1)
     """The run ends after this many evaluations in a row without a better value."""
-    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    min_delta: float = Field(default=0.0, ge=0)
     """A value counts as better only if it differs from the best one by more than this."""
 
 
@@ -121,15 +121,13 @@ class EvalSetConfig(Strict):
     """Number n of completions per prompt. The reported reward is the mean over all of them (avg@n)."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Number of prompts to use from the start of this set, after data.max_eval_prompts is applied; null uses all."""
-    pass_k: tuple[int, ...] = ()
+    pass_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k to report pass@k for, each at most num_samples. pass@k is the estimated probability that at least one
     of k completions passes."""
-    pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
+    pass_threshold: float = 1.0
     """Minimum reward for a completion to count as passed in pass@k."""
 
     def check_rules(self) -> None:
-        if min(self.pass_k, default=1) < 1:
-            raise ValueError(f"pass_k {min(self.pass_k)} must be at least 1")
         if max(self.pass_k, default=0) > self.num_samples:
             raise ValueError(
                 f"pass_k {max(self.pass_k)} is above num_samples {self.num_samples}: raise num_samples to at least "

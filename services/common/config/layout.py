@@ -44,13 +44,13 @@ class Layout:
     """
 
     world: int
-    tp: int
-    pp: int
-    vpp: int
-    cp: int
-    ep: int
-    etp: int
-    dp: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
     first: int | None = None
     last: int | None = None
 
@@ -109,11 +109,16 @@ def rank_map(layout: Layout) -> tuple[Coordinates, ...]:
     return tuple(ranks)
 
 
+def layout_of(trainer: TrainerConfig) -> Layout:
+    """Returns the layout of a model's ranks, which are all data-parallel with strategy fsdp."""
+    if trainer.strategy != "megatron":
+        return Layout(trainer.num_ranks, dp=trainer.num_ranks)
+    return Layout.of(trainer.megatron, trainer.num_ranks)
+
+
 def data_parallel_size(trainer: TrainerConfig) -> int:
     """Returns the number of ranks, or groups of ranks, that compute different samples."""
-    if trainer.strategy != "megatron":
-        return trainer.num_ranks
-    return Layout.of(trainer.megatron, trainer.num_ranks).dp
+    return layout_of(trainer).dp
 
 
 def microbatches_multiple(trainer: TrainerConfig) -> int:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.common.config.base import Strict, Table, require_read
+from services.common.config.base import Strict, Table, is_set, require_read
 from services.common.import_path import IMPORT_PATH
 
 LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
@@ -122,7 +122,7 @@ class CorrectionConfig(Strict):
             bounds = getattr(self, name)
             if bounds and not 0 <= bounds[0] <= 1 <= bounds[1]:
                 raise ValueError(f"{name} {list(bounds)} must be [low, high] with 0 <= low <= 1 <= high")
-        if self.weight == "none" and self.weight_cap != type(self).model_fields["weight_cap"].default:
+        if self.weight == "none" and is_set(self, "weight_cap"):
             raise ValueError("weight_cap has no effect while weight is none: set weight to token or sequence")
 
 
@@ -137,7 +137,7 @@ class DistillConfig(Strict):
     The divergence is therefore at most that over the whole vocabulary, and 0 only if the k probabilities are equal.
     """
 
-    coef: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    coef: float = Field(default=0.0, ge=0)
     """Coefficient of the divergence; 0 turns it off. Needs `teacher`. With advantage.kind distill, also set
     advantage.distill_coef: 0 for this divergence alone."""
     top_k: int = Field(default=64, ge=1, le=4096)
@@ -147,9 +147,8 @@ class DistillConfig(Strict):
     KL(teacher || policy), which makes it able to say all that the teacher would."""
 
     def check_rules(self) -> None:
-        defaults = type(self).model_fields
         for name in ("top_k", "kl"):
-            if not self.coef and getattr(self, name) != defaults[name].default:
+            if not self.coef and is_set(self, name):
                 raise ValueError(f"distill.{name} has no effect while distill.coef is 0: set distill.coef")
 
     @property
@@ -287,7 +286,7 @@ class LagConfig(Strict):
     Read only with a lag."""
 
     def check_rules(self) -> None:
-        if not self.versions and self.min_ess != type(self).model_fields["min_ess"].default:
+        if not self.versions and is_set(self, "min_ess"):
             raise ValueError("lag.min_ess has no effect while lag.versions is 0: set lag.versions, or leave it out")
 
 

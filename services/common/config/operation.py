@@ -4,7 +4,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from services.common.config.base import Seconds, Strict
 from services.common.config.evaluation import BestConfig
@@ -107,12 +107,10 @@ class CheckpointConfig(Strict):
     export_at_end: bool = True
     """Export the final policy as a Hugging Face model directory, `model` in the run's directory."""
 
-    @model_validator(mode="after")
-    def _deletes_after_checkpoints(self) -> Self:
+    def check_rules(self) -> None:
         for name in ("max_batches_to_keep", "max_evaluations_to_keep"):
             if getattr(self, name) is not None and not self.save_freq:
                 raise ValueError(f"{name} deletes files after a checkpoint: set save_freq above 0")
-        return self
 
 
 class WeightsConfig(Strict):

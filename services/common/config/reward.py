@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from services.common.config.base import Strict, Table
+from services.common.config.base import NAME, Strict, Table
 from services.common.import_path import IMPORT_PATH
 
 ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
@@ -18,10 +18,10 @@ ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_
 class BaseScorerConfig(Strict):
     """The keys that every scorer has."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str | None = Field(default=None, pattern=NAME)
     """Name of this scorer's component in results and metrics; null uses the kind. Required if a kind is used twice.
     Names of other metrics, such as mean or reward, are refused."""
-    weight: float = Field(default=1.0, allow_inf_nan=False)
+    weight: float = 1.0
     """Weight of this score in the reward; 0 only records the score, and a failure to score is then only logged."""
 
     @property
@@ -46,7 +46,7 @@ class CodeConfig(BaseScorerConfig):
     require_fence: bool = False
     """Score 0 if the completion has no fenced Python block. With false, a completion without any fence is run as a
     whole."""
-    float_tolerance: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
+    float_tolerance: float = Field(default=1e-6, ge=0)
     """Relative or absolute tolerance for numbers in a program's results, where the expected number is not an integer;
     0 requires exact equality. It does not apply to assert statements."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
@@ -146,11 +146,11 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def check_encrypted(url: str) -> None:
-    """Raises ValueError if a key that is sent to a URL would cross a network as it is."""
+def check_encrypted(url: str, field: str = "api_key_file") -> None:
+    """Raises ValueError, which names `field`, if a key that is sent to a URL would cross a network as it is."""
     parts = urlsplit(url)
     if parts.scheme != "https" and not is_local(parts.hostname or ""):
-        raise ValueError("api_key_file: the key would be sent unencrypted; use an https url")
+        raise ValueError(f"{field}: the key would be sent unencrypted; use an https url")
 
 
 class RemoteConfig(BaseScorerConfig):
@@ -166,7 +166,7 @@ class RemoteConfig(BaseScorerConfig):
     request may be sent; null uses reward.timeout_s."""
     max_retries: int = Field(default=4, ge=0, le=20)
     """Maximum number of retries after a temporary failure, with exponential backoff from 0.5 s to 30 s."""
-    requests_per_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    requests_per_s: float | None = Field(default=None, gt=0)
     """Maximum number of requests per second of each reward replica, including retries; null is no limit."""
     max_concurrent: int = Field(default=16, ge=1, le=1024)
     """Maximum number of scores (kind http: prompt groups) in progress. Others wait, and their timeout_s starts only
@@ -188,7 +188,7 @@ class JudgeConfig(RemoteConfig):
     score_pattern: str
     """Python regular expression whose last match in the judge's answer gives the score: the text of its first group,
     which must be a number."""
-    scale: float = Field(default=1.0, allow_inf_nan=False)
+    scale: float = 1.0
     """Factor to multiply the judge's number by: 0.1 maps 0..10 to 0..1."""
     score_range: tuple[float, float] | None = None
     """Smallest and largest number that the judge may write, before `scale`. It is asked again for any other, which is

@@ -117,7 +117,7 @@ def _require_exact(temperature: float, *, or_else: str) -> float:
     return temperature
 
 
-_Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Temperature = Annotated[float, Field(ge=0)]
 TrainTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, or_else=""))]
 """A temperature that the engine uses exactly as given. A run refuses 0 (services/common/config/run.py)."""
 EvalTemperature = Annotated[_Temperature, AfterValidator(partial(_require_exact, or_else=", or 0 for greedy decoding"))]

@@ -8,7 +8,7 @@ from services.common.config.base import AnyRun, nearest_multiples
 from services.common.config.data import DataConfig
 from services.common.config.environment import REWARDLESS, EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out, no_set
-from services.common.config.layout import Layout, check_layout, microbatches_multiple, named_ranks, samples_at_once
+from services.common.config.layout import check_layout, layout_of, microbatches_multiple, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
@@ -252,9 +252,7 @@ class Config(AnyRun):
                 raise ValueError(f"{parts} = {longest} is above {key} = {limit}; raise {key} to at least {longest}")
         group = self.rollout.completions_per_prompt
         for name, model in self.models.items():
-            padded, budget = longest, model.max_tokens_per_microbatch
-            if model.strategy == "megatron":
-                padded += -longest % Layout.of(model.megatron, model.num_ranks).align
+            padded, budget = longest + -longest % layout_of(model).align, model.max_tokens_per_microbatch
             is_agents = self.environment is not None and self.environment.kind == "agent" and samples_at_once(model) > 1
             if (group % samples_at_once(model) or is_agents) and budget < 2 * padded:
                 of_group = "the number of an agent's rows" if is_agents else f"rollout.completions_per_prompt {group}"

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from services.common.config.base import NAME, AnyRun, nearest_multiples
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation import EvaluationFrequency, check_held_out
-from services.common.config.layout import Layout, check_layout, samples_at_once
+from services.common.config.layout import check_layout, layout_of, samples_at_once
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig
 from services.common.config.placement import BUCKET_BYTES, RestartConfig
 from services.common.config.trainer import TrainerConfig, require_used
@@ -133,8 +133,7 @@ class SftConfig(AnyRun):
                 f"but trainer.num_ranks {self.trainer.num_ranks} need at least {fewest}"
             )
         longest, budget = self.data.max_tokens, self.trainer.max_tokens_per_microbatch
-        if self.trainer.strategy == "megatron":
-            longest += -longest % Layout.of(self.trainer.megatron, self.trainer.num_ranks).align
+        longest += -longest % layout_of(self.trainer).align
         uneven = self.data.samples_per_step // self.trainer.num_minibatches % samples_at_once(self.trainer)
         needed = 2 * longest if uneven else longest
         if budget < needed:

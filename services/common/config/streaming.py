@@ -1,7 +1,7 @@
 """Decides how a batch is cut into blocks, and whether they are sent while other groups are still being generated."""
 
 from services.common.batches.blocks import BlockCutter
-from services.common.config.layout import data_parallel_size, samples_at_once
+from services.common.config.layout import data_parallel_size, layout_of, samples_at_once
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig
 
@@ -97,9 +97,8 @@ def _tokens_per_pass(trainer: TrainerConfig) -> int:
 
 def _fewest_tokens(config: Config) -> int:
     """Returns the number of tokens that fill the fewest micro-batches that a block should have."""
-    trainer = config.trainer
-    num_stages = trainer.megatron.pipeline_model_parallel_size if trainer.strategy == "megatron" else 1
-    return _tokens_per_pass(trainer) * (num_stages * _MICROBATCHES_PER_STAGE if num_stages > 1 else 1)
+    num_stages = layout_of(config.trainer).pp
+    return _tokens_per_pass(config.trainer) * (num_stages * _MICROBATCHES_PER_STAGE if num_stages > 1 else 1)
 
 
 def _is_exact(config: Config) -> bool:

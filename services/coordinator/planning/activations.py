@@ -235,7 +235,7 @@ def _layer(
     # Only sequence parallelism shards the hidden states between the matrices.
     is_sharded = trainer.strategy == "megatron" and trainer.megatron.has_sequence_parallel
     hidden_ranks = layout.tp if is_sharded else 1
-    common, attention = (_fused if is_gpu else _unfused)(trainer, model, size)
+    common, attention = _fused(model, size) if is_gpu else _unfused(trainer, model, size)
     cut = attention + _feed_forward(model, layout, kind, size, is_gpu=is_gpu)
     widest = max(_width(model, kind), model.query_size, model.expanded_size)
     working = size * (3 * widest // layout.tp + 3 * model.hidden_size)
@@ -268,7 +268,7 @@ def _feed_forward(model: Architecture, layout: Layout, kind: Kind, size: int, *,
     return num_bytes + model.num_experts_per_tok * (num_kept * size * model.moe_intermediate_size + copies)
 
 
-def _fused(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[int, int]:
+def _fused(model: Architecture, size: int) -> tuple[int, int]:
     """Returns the bytes per token that fused kernels keep of hidden states, and of what TP cuts in attention."""
     # Inputs of the two norms, of q k v and of the MLP.
     common = 4 * size * model.hidden_size

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.config.layout import Layout
+from services.common.config.layout import layout_of
 from services.common.config.load import AnyConfig, role_models, role_section
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
@@ -94,13 +94,13 @@ def _frozen(
     config: AnyConfig, name: str, settings: TrainerConfig, model: Architecture | MeasuredModel, *, is_gpu: bool
 ) -> FrozenModel:
     as_policy, weight = config.model_copy(update={"trainer": settings}), weight_bytes(settings, is_gpu=is_gpu)
+    layout = layout_of(settings)
     if settings.strategy == "fsdp" or isinstance(model, MeasuredModel):
-        layout = Layout(settings.num_ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=settings.num_ranks)
         weights = weight * -(-model.num_parameters // settings.num_ranks)
         besides = weight * gathered_parameters(settings, model)
         is_away = False
     else:
-        layout, besides = Layout.of(settings.megatron, settings.num_ranks), 0
+        besides = 0
         weights = weight * max(sum(stage_parameters(model, layout, pp)) for pp in range(layout.pp))
         is_away = "params" in settings.megatron.offloads
     results = (microbatch_memory(as_policy, model, layout, pp, is_gpu=is_gpu).forward for pp in range(layout.pp))

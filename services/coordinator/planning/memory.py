@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.common.config.layout import Layout
+from services.common.config.layout import Layout, layout_of
 from services.common.config.load import AnyConfig
 from services.common.config.placement import SHARED_UTILIZATION
 from services.common.config.run import Config
@@ -43,7 +43,7 @@ process group, but no model. Measured by benchmarks/memory.py; file pages of lib
 _NUM_BUFFERS = 2  # of a pair (services.common.weights.pairs)
 _DEFAULT_UTILIZATION = 0.92  # vLLM's own, of an engine that has its GPU for itself
 _FLOAT8_COPIES = 2  # of a weight in float8, one for each order of its rows and columns
-_WHOLE = Layout(1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=1)
+_WHOLE = Layout(1)
 _ALIGN = 16  # alignment of tensors in a bucket, in bytes, as in services.common.weights.plan
 
 
@@ -159,8 +159,8 @@ def _num_bytes(options: Mapping[str, object], name: str) -> int:
 def rank_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> dict[str, Memory]:
     if isinstance(model, MeasuredModel) or config.trainer.strategy == "fsdp":
         return {"all": fsdp_memory(config, model, is_gpu=is_gpu)}
-    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
-    return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in range(layout.pp)}
+    stages = range(layout_of(config.trainer).pp)
+    return {f"pp {pp}": stage_memory(config, model, pp, is_gpu=is_gpu) for pp in stages}
 
 
 def critic_memory(config: AnyConfig, policy: Model, *, is_gpu: bool) -> Memory | None:
@@ -181,8 +181,7 @@ def critic_memory(config: AnyConfig, policy: Model, *, is_gpu: bool) -> Memory |
 
 def stage_memory(config: AnyConfig, model: Architecture, pp: int, *, is_gpu: bool) -> Memory:
     """Returns the memory of a rank in pipeline stage `pp` with strategy megatron."""
-    trainer, megatron = config.trainer, config.trainer.megatron
-    layout = Layout.of(megatron, trainer.num_ranks)
+    trainer, megatron, layout = config.trainer, config.trainer.megatron, layout_of(config.trainer)
     dense, expert = stage_parameters(model, layout, pp)
     trained = (adapter_parameters(trainer, model, layout, pp), 0) if trainer.lora.rank else (dense, expert)
     weight, state = weight_bytes(trainer, is_gpu=is_gpu), StateBytes.of(trainer, is_gpu=is_gpu)
@@ -217,7 +216,6 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
     """
     trainer, fsdp, ranks = config.trainer, config.trainer.fsdp, config.trainer.num_ranks
     count, weight = -(-model.num_parameters // ranks), weight_bytes(trainer, is_gpu=is_gpu)
-    layout = Layout(ranks, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, dp=ranks)
     trained = trained_parameters(trainer, model)
     # A vision tower is float32 as well, and without gradient.
     own = -(-trained // ranks)
@@ -227,7 +225,7 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
         weights=frozen + _MASTER * own,
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
         optimizer=_MOMENTS * own,
-        microbatch=microbatch_memory(config, model, layout, 0, is_gpu=is_gpu),
+        microbatch=microbatch_memory(config, model, layout_of(trainer), 0, is_gpu=is_gpu),
         **_frozen(config, model, is_gpu=is_gpu),
         critic=critic_memory(config, model, is_gpu=is_gpu) if is_shared(config, "critic") else None,
         gathered=weight * gathered_parameters(trainer, model),

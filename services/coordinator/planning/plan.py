@@ -9,7 +9,7 @@ from rich.table import Table
 
 from services.common.config import streaming
 from services.common.config.environment import EnvironmentConfig
-from services.common.config.layout import Layout, check_layout, data_parallel_size, nearest, rank_map
+from services.common.config.layout import Layout, check_layout, data_parallel_size, layout_of, nearest, rank_map
 from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
@@ -132,13 +132,13 @@ def show_plan(config: AnyConfig, console: Console, *, is_gpu: bool) -> None:
     size = f"{counted(model.num_layers, 'layer')}, {_count(model.num_parameters)} parameters"
     lines = [f"{model.model_type}: {size}, {where}"]
     for name, settings in _layouts(config):
-        layout = Layout.of(settings.megatron, settings.num_ranks)
+        layout = layout_of(settings)
         lines.append(f"{name}: {_sizes(layout)}")
         if model.num_experts:
             lines.append(f"  experts: ETP {layout.etp} x EP {layout.ep} x PP {layout.pp} x {layout.edp} copies")
     _print_lines(console, lines)
     if isinstance(model, Architecture) and config.trainer.strategy == "megatron":
-        console.print(_rank_table(Layout.of(config.trainer.megatron, config.trainer.num_ranks), model))
+        console.print(_rank_table(layout_of(config.trainer), model))
     memories = rank_memory(config, model, is_gpu=is_gpu)
     console.print(_parts_table(memories))
     console.print(_phases_table(memories))
@@ -280,7 +280,7 @@ def _publication(config: AnyConfig, model: Model, *, is_gpu: bool) -> str:
     unit, size = _unit_for(num_bytes)
     rank = config.trainer.lora.published_rank
     what = f"adapters of rank {rank}" if rank else "whole checkpoint"
-    layout = Layout.of(config.trainer.megatron, config.trainer.num_ranks)
+    layout = layout_of(config.trainer)
     # A slot can end before its bucket is full, so there can be more buckets if several ranks send.
     least = "" if rank or layout.tp * layout.pp * layout.ep == 1 else "at least "
     return f"publication: {num_bytes / size:.2f} {unit} ({num_bytes} bytes, {what}), buckets: {least}{buckets}"
@@ -306,8 +306,7 @@ def _blocks(config: Config) -> Iterator[str]:
     if not streaming.streams(config):
         when = "; not streamed: the trainer gets the batch when it is complete"
     idle = ""
-    if trainer.strategy == "megatron" and trainer.megatron.pipeline_model_parallel_size > 1:
-        layout = Layout.of(trainer.megatron, trainer.num_ranks)
+    if (layout := layout_of(trainer)).pp > 1:
         num_tokens = min(size, streaming.most_tokens_per_minibatch(config))
         num_microbatches = -(-num_tokens // (trainer.max_tokens_per_microbatch * layout.dp))
         share = (layout.pp - 1) / (layout.vpp * num_microbatches + layout.pp - 1)

@@ -224,7 +224,7 @@ async def test_an_evaluation_without_any_score_and_one_that_may_not_fail_are_err
     [
         ({"pass_k": [4]}, "pass_k 4 is above num_samples 1: raise num_samples to at least 4"),
         ({"temperature": 1, "num_samples": 4, "pass_k": [1, 8]}, "pass_k 8 is above num_samples 4"),
-        ({"temperature": 1, "num_samples": 4, "pass_k": [0]}, "pass_k 0 must be at least 1"),
+        ({"temperature": 1, "num_samples": 4, "pass_k": [0]}, "greater than or equal to 1"),
         ({"num_samples": 2}, "num_samples 2 needs a temperature above 0"),
         ({"temperature": -1}, "greater than or equal to 0"),
         ({"temperature": float("inf")}, "finite"),
