@@ -180,9 +180,3 @@ def require_switch(section: Strict, what: str) -> None:
         raise ValueError(
             f"{min(changed)} has no effect while {what} is off: set enabled: true (or false, to keep the key)"
         )
-
-
-def nearest_multiples(count: int, divisor: int) -> str:
-    """Returns the positive multiples of `divisor` next to `count`, which is none, as text."""
-    below = count // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)

@@ -16,8 +16,6 @@ from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture
 from services.common.families.registry import MBRIDGE_TYPES
 
-_MEGATRON = "trainer.megatron"
-
 FP8_MULTIPLE = 16
 """Float8 matrix products need sizes that are a multiple of this."""
 
@@ -141,7 +139,7 @@ def check_layout(
     *,
     architecture: Architecture | None = None,
     max_tokens: int | None = None,
-    key: str = _MEGATRON,
+    key: str = "trainer.megatron",
     section: str = "trainer",
 ) -> None:
     """Checks the rules for `num_ranks` and, if given, for the model's shape and for the token budget of micro-batches.
@@ -150,9 +148,7 @@ def check_layout(
         InvalidInput: A rule is broken. The message has the rule, the key (below `key`, or below `section` if the rule
             is about the ranks), and the nearest legal values.
     """
-    broken = next(_broken_rules(megatron, num_ranks, architecture, max_tokens), None)
-    if broken:
-        name, problem = broken
+    for name, problem in _broken_rules(megatron, num_ranks, architecture, max_tokens):
         field = name.replace("trainer", section, 1) if name.startswith("trainer.") else f"{key}.{name}"
         raise InvalidInput(f"{field} {problem}", reason=Reason.INVALID_CONFIG, field=field)
 
@@ -373,6 +369,26 @@ def nearest(value: int, is_legal: Callable[[int], bool], limit: int) -> str:
     below = next((n for n in range(value - 1, 0, -1) if is_legal(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_legal(n)), None)
     return " or ".join(str(n) for n in (below, above) if n is not None)
+
+
+def check_minibatches(name: str, model: TrainerConfig, key: str, count: int, completions_per_prompt: int = 1) -> None:
+    """Raises ValueError if a batch, of which `key` is the `count` of prompts or rows, does not divide into mini-batches
+    with samples for every rank."""
+    num_minibatches = model.num_minibatches
+    if count % num_minibatches:
+        legal = nearest(count, lambda n: n % num_minibatches == 0, count + num_minibatches)
+        raise ValueError(
+            f"{key} {count} must be divisible by {name}.num_minibatches {num_minibatches}; nearest: {legal}, or set "
+            f"num_minibatches to a divisor of {count}"
+        )
+    samples = count // num_minibatches * completions_per_prompt
+    if samples < samples_at_once(model):
+        fewest = microbatches_multiple(model)
+        times = " * completions_per_prompt" if completions_per_prompt > 1 else ""
+        raise ValueError(
+            f"a mini-batch has {samples} samples ({key} / num_minibatches{times}) for {named_ranks(name, model)}; "
+            f"every rank needs at least {'one' if fewest == 1 else fewest}, together {samples_at_once(model)}"
+        )
 
 
 def named_ranks(name: str, model: TrainerConfig) -> str:

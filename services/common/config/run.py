@@ -4,11 +4,11 @@ from pydantic import Field
 
 from services.common.config.advantage import AdvantageConfig, SelectionConfig
 from services.common.config.agent_rules import check_agent, check_collected
-from services.common.config.base import AnyRun, nearest_multiples
+from services.common.config.base import AnyRun
 from services.common.config.data import DataConfig
 from services.common.config.environment import REWARDLESS, EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out, no_set
-from services.common.config.layout import check_layout, layout_of, microbatches_multiple, named_ranks, samples_at_once
+from services.common.config.layout import check_layout, check_minibatches, layout_of, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig, WeightsConfig
 from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
@@ -228,29 +228,15 @@ class Config(AnyRun):
             )
 
     def _check_batch(self) -> None:
-        groups = self.data.prompts_per_step
+        groups, group = self.data.prompts_per_step, self.rollout.completions_per_prompt
         for name, model in self.models.items():
-            minibatches = model.num_minibatches
-            if groups % minibatches:
-                raise ValueError(
-                    f"data.prompts_per_step {groups} must be divisible by {name}.num_minibatches {minibatches}; "
-                    f"nearest: {nearest_multiples(groups, minibatches)}, or set num_minibatches to a divisor of "
-                    f"{groups}"
-                )
-            samples = groups // minibatches * self.rollout.completions_per_prompt
-            if samples < samples_at_once(model):
-                fewest = microbatches_multiple(model)
-                raise ValueError(
-                    f"a mini-batch has {samples} samples (prompts_per_step / num_minibatches * completions_per_prompt) "
-                    f"for {named_ranks(name, model)}; every rank needs at least {'one' if fewest == 1 else fewest}"
-                )
+            check_minibatches(name, model, "data.prompts_per_step", groups, group)
         longest, parts = self._longest
         limits = {"rollout.max_model_len": self.rollout.max_model_len}
         limits |= {f"{name}.max_tokens_per_microbatch": m.max_tokens_per_microbatch for name, m in self.models.items()}
         for key, limit in limits.items():
             if longest > limit:
                 raise ValueError(f"{parts} = {longest} is above {key} = {limit}; raise {key} to at least {longest}")
-        group = self.rollout.completions_per_prompt
         for name, model in self.models.items():
             padded, budget = longest + -longest % layout_of(model).align, model.max_tokens_per_microbatch
             is_agents = self.environment is not None and self.environment.kind == "agent" and samples_at_once(model) > 1
@@ -261,11 +247,6 @@ class Config(AnyRun):
                     f"long samples may be split unevenly: raise {name}.max_tokens_per_microbatch "
                     f"{budget} to at least {2 * padded}"
                 )
-        if self.advantage.needs_group and group < 2:
-            raise ValueError(
-                f"advantage.kind {self.advantage.kind} compares the samples of a prompt with each other: "
-                "rollout.completions_per_prompt must be at least 2"
-            )
 
     def _check_sampling(self) -> None:
         if self.trainer.moe.router_replay == "on" and self.rollout.sampling.stop:
@@ -345,10 +326,12 @@ class Config(AnyRun):
             )
 
     def _check_selection(self) -> None:
-        if self.selection.dynamic.enabled and self.rollout.completions_per_prompt < 2:
+        compares = [f"advantage.kind {self.advantage.kind}"] if self.advantage.needs_group else []
+        compares += ["selection.dynamic"] if self.selection.dynamic.enabled else []
+        if compares and self.rollout.completions_per_prompt < 2:
             raise ValueError(
-                "selection.dynamic compares the samples of a prompt with each other: "
-                "rollout.completions_per_prompt must be at least 2"
+                f"{compares[0]} compares the samples of a prompt with each other: rollout.completions_per_prompt must "
+                "be at least 2"
             )
         if self.advantage.whitening == "group" and self.rollout.completions_per_prompt < 2:
             raise ValueError(

@@ -4,10 +4,10 @@ from typing import Literal, cast
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import NAME, AnyRun, nearest_multiples
+from services.common.config.base import NAME, AnyRun
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation import EvaluationFrequency, check_held_out
-from services.common.config.layout import check_layout, layout_of, samples_at_once
+from services.common.config.layout import check_layout, check_minibatches, layout_of, samples_at_once
 from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig
 from services.common.config.placement import BUCKET_BYTES, RestartConfig
 from services.common.config.trainer import TrainerConfig, require_used
@@ -121,20 +121,11 @@ class SftConfig(AnyRun):
         check_held_out(self.evaluation, metrics, self.checkpoint.keep_best, self.checkpoint.save_freq)
 
     def _check_batch(self) -> None:
-        samples, minibatches = self.data.samples_per_step, self.trainer.num_minibatches
-        if samples % minibatches:
-            raise ValueError(
-                f"data.samples_per_step {samples} must be divisible by trainer.num_minibatches {minibatches}; "
-                f"nearest: {nearest_multiples(samples, minibatches)}, or set num_minibatches to a divisor of {samples}"
-            )
-        if samples // minibatches < (fewest := samples_at_once(self.trainer)):
-            raise ValueError(
-                f"a mini-batch has {samples // minibatches} samples (data.samples_per_step / trainer.num_minibatches), "
-                f"but trainer.num_ranks {self.trainer.num_ranks} need at least {fewest}"
-            )
+        samples = self.data.samples_per_step
+        check_minibatches("trainer", self.trainer, "data.samples_per_step", samples)
         longest, budget = self.data.max_tokens, self.trainer.max_tokens_per_microbatch
         longest += -longest % layout_of(self.trainer).align
-        uneven = self.data.samples_per_step // self.trainer.num_minibatches % samples_at_once(self.trainer)
+        uneven = samples // self.trainer.num_minibatches % samples_at_once(self.trainer)
         needed = 2 * longest if uneven else longest
         if budget < needed:
             why = ", because the samples of a mini-batch do not divide evenly by the ranks" if uneven else ""

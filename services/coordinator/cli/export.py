@@ -23,7 +23,6 @@ from services.coordinator.runs.ledger import LEDGER
 from services.coordinator.runs.resume import CHECKPOINTS, require_own_paths
 
 _LAYOUT = Path("state") / "layout.json"  # only strategy megatron writes it
-_DTYPES = ("float32", "bfloat16")
 
 
 def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> AnyConfig:
@@ -34,7 +33,7 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
 
     Raises:
         NotFound: There is no checkpoint, no config of its run, or no model where that says.
-        InvalidInput: The config is invalid, or the dtype is none of these.
+        InvalidInput: The config is invalid.
     """
     if not (checkpoint / "manifest.json").is_file():
         raise NotFound(f"{checkpoint} has no manifest.json; {_instead_of(checkpoint)}", field="checkpoint")
@@ -101,14 +100,12 @@ def _on_one_process(trainer: TrainerConfig, checkpoint: Path) -> TrainerConfig:
 
 def _dtype(model: str, dtype: str) -> str:
     if dtype != "auto":
-        if dtype not in _DTYPES:
-            raise InvalidInput(f"--dtype {dtype}: must be auto, {' or '.join(_DTYPES)}", field="dtype")
         return dtype
     content = read_content(model)
     # Models that also see or hear may name it only for their text part.
     of_parts = (part.get(key) for part in (content, text_of(content)) for key in ("dtype", "torch_dtype"))
     named = next(filter(None, of_parts), None)
-    return named if named in _DTYPES else "float32"
+    return "bfloat16" if named == "bfloat16" else "float32"
 
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

@@ -143,7 +143,9 @@ def export(
     config: Annotated[
         list[str] | None, typer.Argument(help="Overrides of the run's config, or its config if it was moved.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16; auto is as in the starting model.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Data type; auto is as in the starting model.")
+    ] = "auto",
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory, on the CPU; adapters are merged, and also in adapter/."""
     from services.coordinator.cli.export import export, export_config

@@ -61,7 +61,7 @@ MEGATRON = ["trainer.strategy=megatron", "trainer.num_ranks=8", "trainer.megatro
             ["trainer.num_minibatches=3"],
             ["samples_per_step 8", "num_minibatches 3", "nearest: 6 or 9, or set num_minibatches to a divisor of 8"],
         ),
-        (["trainer.num_ranks=9"], ["8 samples", "num_ranks 9", "at least 9"]),
+        (["trainer.num_ranks=9"], ["8 samples", "num_ranks 9", "together 9"]),
         (["data.max_tokens=20000"], ["max_tokens_per_microbatch 16384", "at least 20000"]),
         (["trainer.num_ranks=3", "data.max_tokens=9000"], ["at least 18000", "do not divide"]),
         (["evaluation.eval_freq=1"], ["eval_freq", "data.eval"]),
