@@ -5,4 +5,3 @@ from services.common.counted import counted
 
 def test_one_is_singular() -> None:
     assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-    assert counted(2, "process", "processes") == "2 processes"

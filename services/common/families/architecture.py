@@ -233,7 +233,7 @@ def read_content(model_path: str | Path) -> JsonObject:
         content = file.read_bytes()
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
-    return parse_object(content, file, field="model")
+    return parse_object(content, file)
 
 
 def make_architecture(content: Mapping[str, object], source: str) -> Architecture:

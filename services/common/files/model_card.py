@@ -53,7 +53,7 @@ def read_model_card(model_path: str | Path) -> ModelCard:
     if not directory.is_dir():
         here = "" if directory.is_absolute() else f" in {Path.cwd()} on {socket.gethostname()}"
         raise NotFound(f"model: directory {directory} does not exist{here}", field="model")
-    names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name, field="model")]
+    names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name)]
     if "tokenizer.json" in names:
         names = [name for name in names if name not in _CONVERTED]
     if _REQUIRED not in names:
@@ -62,18 +62,18 @@ def read_model_card(model_path: str | Path) -> ModelCard:
         raise NotFound(f"model: {directory} has no {_REQUIRED}{hint}", field="model")
     for name in names:
         _refuse_outside(directory / name)
-    card = ModelCard(files={name: read_regular(directory / name, field="model") for name in names})
+    card = ModelCard(files={name: read_regular(directory / name) for name in names})
     _refuse_code(card, directory)
     return card
 
 
-def card_texts(card: ModelCard, directory: Path = Path("model_card")) -> dict[str, str]:
-    """Returns the texts of a card's files by name. `directory` is where they are to be written.
+def card_texts(card: ModelCard) -> dict[str, str]:
+    """Returns the texts of a card's files by name.
 
     Raises:
         InvalidInput: The card has an unexpected file, or asks to run code that comes with the model.
     """
-    _check_files(card, directory, (_REQUIRED, *_OPTIONAL))
+    _check_files(card, Path("model_card"), (_REQUIRED, *_OPTIONAL))
     return {name: content.decode() for name, content in card.files.items()}
 
 
@@ -166,7 +166,7 @@ def _refuse_code(card: ModelCard, source: Path) -> None:
                 content.decode()
             except UnicodeDecodeError as error:
                 raise InvalidInput(f"model: {source / name} is not UTF-8 text: {error}", field="model") from error
-        elif "auto_map" in parse_object(content, source / name, field="model") and name in _NAMES_CODE:
+        elif "auto_map" in parse_object(content, source / name) and name in _NAMES_CODE:
             raise InvalidInput(
                 f"model: {source / name} has auto_map, which asks to run Python code that comes with the model. "
                 "Lockstep never runs such code: use a model that transformers supports by itself and remove auto_map",
@@ -187,7 +187,7 @@ def read_weight_map(directory: Path) -> dict[str, str]:
         InvalidInput: There is no safetensors file (pickled weights, `pytorch_model.bin`, are not read), the index names
             no file of the directory, or other programs could read other weights from it.
     """
-    has_index, has_whole = (is_there(directory / name, field="model") for name in (INDEX, WHOLE))
+    has_index, has_whole = (is_there(directory / name) for name in (INDEX, WHOLE))
     if not has_index and not has_whole:
         raise InvalidInput(f"model: {directory} has no {WHOLE}", field="model")
     shards = _read_index(directory / INDEX) if has_index else {}
@@ -196,7 +196,7 @@ def read_weight_map(directory: Path) -> dict[str, str]:
             f"model: {directory} has both {WHOLE} and {INDEX}, which names other files; remove one of them",
             field="model",
         )
-    if is_there(directory / _ADAPTER, field="model"):
+    if is_there(directory / _ADAPTER):
         raise InvalidInput(  # where PEFT is installed, transformers adds the adapter to the weights
             f"model: {directory} has {_ADAPTER}: merge the adapter into the weights, or remove it", field="model"
         )
@@ -212,7 +212,7 @@ def require_whole_weights(directory: Path) -> None:
     """Checks that all files of a model's weights are there, and as long as their headers say."""
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
-        if not is_there(file, field="model"):
+        if not is_there(file):
             raise InvalidInput(f"model: {file} does not exist", field="model")
         if problem := _problem(file):
             raise InvalidInput(f"model: {file} is not a whole safetensors file: {problem}", field="model")
@@ -225,7 +225,7 @@ def _problem(file: Path) -> str:
             size = os.fstat(opened.fileno()).st_size
             if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
                 return "its header is cut off" if size else "it is empty"
-            header = parse_object(opened.read(length), file, field="model")
+            header = parse_object(opened.read(length), file)
         tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except (InvalidInput, OSError, ValueError, TypeError, LookupError):
@@ -234,7 +234,7 @@ def _problem(file: Path) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    shards = parse_object(read_regular(index, field="model"), index, field="model").get("weight_map")
+    shards = parse_object(read_regular(index), index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise InvalidInput(f"model: {index} has no weight_map", field="model")
     for name in cast(dict[str, object], shards).values():

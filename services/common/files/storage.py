@@ -86,8 +86,8 @@ def write_whole(path: Path, text: str) -> None:
             file.write(content)
 
 
-def is_there(path: Path, *, field: str) -> bool:
-    """Returns whether `path` is a regular file, or a link to one, and False if nothing has this name.
+def is_there(path: Path) -> bool:
+    """Returns whether a model has a file, which is regular or a link to such a one; False if nothing has this name.
 
     Raises:
         InvalidInput: It is something else, such as a directory, a FIFO or a link to nothing, or cannot be looked at.
@@ -97,18 +97,18 @@ def is_there(path: Path, *, field: str) -> bool:
             return True
         is_other = path.exists() or path.is_symlink()
     except OSError as error:
-        raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+        raise InvalidInput(f"model: {path} cannot be read: {error.strerror}", field="model") from error
     if is_other:
-        raise InvalidInput(f"{field}: {path} is not a regular file", field=field)
+        raise InvalidInput(f"model: {path} is not a regular file", field="model")
     return False
 
 
-def read_regular(path: Path, *, field: str) -> bytes:
-    """Returns the content of a file for which `is_there` is true."""
+def read_regular(path: Path) -> bytes:
+    """Returns the content of a model's file for which `is_there` is true."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{field}: {path} cannot be read: {error.strerror}", field=field) from error
+        raise InvalidInput(f"model: {path} cannot be read: {error.strerror}", field="model") from error
 
 
 def open_plain_file(path: Path) -> BinaryIO:
@@ -125,12 +125,12 @@ def open_plain_file(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def parse_object(content: bytes, source: Path, *, field: str) -> JsonObject:
-    """Returns the JSON object that `content`, read from the file `source`, is."""
+def parse_object(content: bytes, source: Path) -> JsonObject:
+    """Returns the JSON object that `content`, read from a model's file `source`, is."""
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{field}: {source} is not JSON: {error}", field=field) from error
+        raise InvalidInput(f"model: {source} is not JSON: {error}", field="model") from error
     if not isinstance(parsed, dict):
-        raise InvalidInput(f"{field}: {source} is not a JSON object", field=field)
+        raise InvalidInput(f"model: {source} is not a JSON object", field="model")
     return cast(JsonObject, parsed)

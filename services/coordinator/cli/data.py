@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = ConversionOptions()
 
+_BadRows = Annotated[Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")]
 _Out = Annotated[Path, typer.Option(help="Directory to write train.parquet and test.parquet to.")]
 
 
@@ -37,9 +38,7 @@ def _converter(format: Format) -> Callable[..., None]:
         revision: Annotated[
             str | None, typer.Option(help="Commit, tag or branch of the dataset on the Hub.")
         ] = _DEFAULTS.revision,
-        bad_rows: Annotated[
-            Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
-        ] = _DEFAULTS.bad_rows,
+        bad_rows: _BadRows = _DEFAULTS.bad_rows,
         test_size: Annotated[
             int, typer.Option(min=0, help="Number of problems to hold out if the source has no test split; 0 for none.")
         ] = _DEFAULTS.test_size,
@@ -85,9 +84,7 @@ def _search_r1(
     corpus: Annotated[Path, typer.Option(help="File of documents: text and optionally title, or contents.")],
     out: Annotated[Path, typer.Option(help="Directory to write train.parquet, corpus.parquet and the test to.")],
     test_questions: Annotated[Path | None, typer.Option(help="File of questions for test.parquet.")] = None,
-    bad_rows: Annotated[
-        Literal["fail", "drop"], typer.Option(help="Fail on rows that cannot be converted, or drop them.")
-    ] = _DEFAULTS.bad_rows,
+    bad_rows: _BadRows = _DEFAULTS.bad_rows,
 ) -> None:
     """Convert Search-R1's questions and documents, in any form that a run reads, for episodes with a search."""
     from services.coordinator.data.prepare.convert import make_search_files

@@ -11,7 +11,7 @@ from rich.table import Table
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
+from services.coordinator.cli.options import CoordinatorAddress, ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -25,12 +25,6 @@ _AUTHORITY = Path("certs/ca")
 _Ca = Annotated[Path, typer.Option(help="Directory of the certificate authority.")]
 _Days = Annotated[float, typer.Option(min=1, help="Days until the certificate expires; renew it before then.")]
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run; with --coordinator, its name.")]
-_At = Annotated[
-    str,
-    typer.Option(
-        "--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of the coordinator daemon that has the run."
-    ),
-]
 _Addresses = Annotated[list[str], typer.Argument(metavar="HOST:PORT...", help="Addresses of replicas.")]
 
 
@@ -54,7 +48,7 @@ def init(directory: Annotated[Path, typer.Argument(help="Directory to create.")]
 
     certs.init(directory)
     line = f"created an authority in {directory}; keep {directory / certs.CA_KEY_FILE} secret and on this host"
-    literal_console(soft_wrap=True, highlight=False).print(line)
+    _console.print(line, soft_wrap=True, highlight=False)
 
 
 def issue(
@@ -90,7 +84,7 @@ def renew(
 def _show_identity(identity: "Identity", directory: Path) -> None:
     hosts = ", ".join(identity.hosts) or "no host"
     line = f"{directory}: {', '.join(identity.roles)} at {hosts}, until {identity.expires:%Y-%m-%d %H:%M} UTC"
-    literal_console(soft_wrap=True, highlight=False).print(line)
+    _console.print(line, soft_wrap=True, highlight=False)
 
 
 def try_environment(
@@ -126,17 +120,21 @@ def try_environment(
     raise typer.Exit(0 if play_row(settings, row, turns, _console, place) else 1)
 
 
-def list_replicas(run: _Run, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
+def list_replicas(run: _Run, coordinator: CoordinatorAddress = "", **options: Unpack[ServiceOptions]) -> None:
     """List the replicas of a run in progress."""
     _change(run, coordinator, options)
 
 
-def add(run: _Run, replicas: _Addresses, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
+def add(
+    run: _Run, replicas: _Addresses, coordinator: CoordinatorAddress = "", **options: Unpack[ServiceOptions]
+) -> None:
     """Add running replicas. They are opened at once and take part from the next publication after that."""
     _change(run, coordinator, options, added=replicas)
 
 
-def remove(run: _Run, replicas: _Addresses, coordinator: _At = "", **options: Unpack[ServiceOptions]) -> None:
+def remove(
+    run: _Run, replicas: _Addresses, coordinator: CoordinatorAddress = "", **options: Unpack[ServiceOptions]
+) -> None:
     """Let replicas leave. They get no new prompts and can be stopped once they are no longer listed."""
     _change(run, coordinator, options, removed=replicas)
 

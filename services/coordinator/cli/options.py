@@ -31,6 +31,10 @@ _OPTIONS: dict[str, tuple[object, object, str]] = {
 """Maps the name of an option to its type, default and help."""
 _TRAINERS = ("trainer", "reference", "critic", "teacher")
 
+CoordinatorAddress = Annotated[
+    str, typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon.")
+]
+
 
 class ServiceOptions(TypedDict, total=False):
     rollout: list[str] | None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typing_extensions import Unpack
 
-from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
+from services.coordinator.cli.options import CoordinatorAddress, ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.cli.output import exit_if_stopped
 from services.coordinator.observe.console import literal_console
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from services.coordinator.fleet.launch import Addresses
 
 _console = literal_console()
-_At = Annotated[
-    str, typer.Option("--coordinator", envvar="LOCKSTEP_COORDINATOR", help="HOST:PORT of a running coordinator daemon.")
-]
 _Name = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -43,7 +40,7 @@ def run_on_coordinator(at: str, config: "Config", addresses: "Addresses") -> Non
 
 
 def status(
-    coordinator: _At,
+    coordinator: CoordinatorAddress,
     run: Annotated[str, typer.Argument(help="Name of the run; all runs by default.")] = "",
     **options: Unpack[ServiceOptions],
 ) -> None:
@@ -53,7 +50,7 @@ def status(
     asyncio.run(show_status(_coordinator(coordinator, options), run, _console))
 
 
-def watch(run: _Name, coordinator: _At, **options: Unpack[ServiceOptions]) -> None:
+def watch(run: _Name, coordinator: CoordinatorAddress, **options: Unpack[ServiceOptions]) -> None:
     """Show a run's progress from its first step to its end. Ctrl-C detaches; the run continues."""
     _watch(_coordinator(coordinator, options), run)
 
@@ -72,7 +69,7 @@ def _watch(daemon: "Coordinator", run: str) -> None:
 
 def stop(
     run: _Name,
-    coordinator: _At,
+    coordinator: CoordinatorAddress,
     now: Annotated[bool, typer.Option("--now", help="Stop immediately instead of after the current step.")] = False,
     **options: Unpack[ServiceOptions],
 ) -> None:
@@ -84,7 +81,7 @@ def stop(
 
 def logs(
     run: _Name,
-    coordinator: _At,
+    coordinator: CoordinatorAddress,
     service: Annotated[str, typer.Option(help="coordinator, trainer, reward, rollout-0, ...")] = "coordinator",
     follow: Annotated[bool, typer.Option("--follow", help="Keep printing new lines until the run ends.")] = False,
     **options: Unpack[ServiceOptions],

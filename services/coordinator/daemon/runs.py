@@ -65,9 +65,8 @@ class RunInProgress(Reporter):
             self.state.error = "{}: {}".format(*described(error))
         else:
             outcome = self._session.result()
-            self.state.version = outcome.version
-            self.state.num_steps, is_done = outcome.num_steps, outcome.version >= outcome.num_steps
-            self.state.state = pb.RUN_STATE_FINISHED if is_done else pb.RUN_STATE_STOPPED
+            self.state.version, self.state.num_steps = outcome.version, outcome.num_steps
+            self.state.state = pb.RUN_STATE_STOPPED if outcome.is_stopped else pb.RUN_STATE_FINISHED
             self.state.export_path = str(outcome.export_path or "")
         self.state.phase = ""
         self.ended.set()

@@ -156,7 +156,7 @@ class Child:
     gpus: str | None = None
     checkpoints: Path | None = None
     """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
-    process: asyncio.subprocess.Process | Forked | None = field(default=None)
+    process: asyncio.subprocess.Process | Forked | None = None
     starting: asyncio.Task[None] = field(init=False)
 
     @property

@@ -170,9 +170,9 @@ def describe_model(directory: str, trainer: TrainerConfig) -> Answer:
 
 
 @functools.lru_cache(maxsize=8)
-def _described(directory: str, settings: str, content: bytes, command: Sequence[str] = MODEL) -> Answer:
+def _described(directory: str, settings: str, content: bytes) -> Answer:
     try:
-        with Probe(command) as probe:
+        with Probe(MODEL) as probe:
             return probe.ask({"model": directory, "config": settings}, _MODEL_TIMEOUT_S)
     except LockstepError as error:
         raise InvalidInput(error.message, field="model") from error

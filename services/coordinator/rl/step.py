@@ -156,7 +156,7 @@ async def commit(run: Run, context: LoopContext, batch: Batch, stamp: PolicyStam
 def _known_difference(context: LoopContext) -> str:
     """Returns why the engine is known to compute this type of model otherwise than the trainer; "" if it is not."""
     files = context.trainer.opened.model_card.files
-    content = parse_object(files["config.json"], Path("config.json"), field="model")
+    content = parse_object(files["config.json"], Path("config.json"))
     # The own type of a model that also sees says nothing of its text part.
     parts = content, cast(JsonObject, content.get("text_config") or {})
     causes = (ENGINE_DIFFERENCES.get(str(part.get("model_type"))) for part in parts)

@@ -52,7 +52,6 @@ def _fields(**types: Any) -> TypeAdapter[BaseModel]:
     return TypeAdapter(create_model("Decision", __config__=ConfigDict(strict=True, extra="allow"), **types))
 
 
-_DATASET = {"dataset": str}
 METRICS_FIELDS = TypeAdapter(dict[str, float], config=ConfigDict(strict=True))
 """The check of the metrics of a step or an evaluation."""
 _CHECKPOINT = _fields(path=str, manifest_digest=str)
@@ -61,7 +60,7 @@ _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = 
     Kind.PUBLISHED: _fields(digest=str, received=(dict[str, str], {})),
     Kind.SELECTED: _fields(metrics=(dict[str, float], {})),
     Kind.COLLECTED: _fields(
-        **_DATASET,
+        dataset=str,
         sha256=str,
         digest=str,
         calls_sha256=(str | None, None),
@@ -81,7 +80,7 @@ _BODIES: Mapping[str, TypeAdapter[BaseModel] | TypeAdapter[dict[str, float]]] = 
     Kind.DELETED_BATCHES: _fields(),
     Kind.DELETED_EVALUATION: _fields(file=str),
 }
-_OF_SFT = _fields(**_DATASET)
+_OF_SFT = _fields(dataset=str)
 _WITHOUT_VERSION = {Kind.OPENED, Kind.EPOCH, Kind.DELETED, Kind.DELETED_EVALUATION, Kind.FAILED}
 _OTHER = _fields()
 

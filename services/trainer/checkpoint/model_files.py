@@ -62,7 +62,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 @contextmanager
 def opened(file: Path) -> Iterator[safe_open]:
     """Opens a safetensors file and closes it with the block."""
-    if not is_there(file, field="model"):
+    if not is_there(file):
         raise _refusal(f"{file} does not exist")
     try:
         with safe_open(file, framework="pt") as tensors:

@@ -76,9 +76,9 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "time/step_s" in row]
 
 
-def thin(rows: Sequence[Item], most: int = MAX_STEPS) -> Sequence[Item]:
-    """Returns at most about `most` rows, evenly spaced, including the last one."""
-    every = math.ceil(len(rows) / most) if rows else 1
+def thin(rows: Sequence[Item]) -> Sequence[Item]:
+    """Returns at most about MAX_STEPS rows, evenly spaced, including the last one."""
+    every = math.ceil(len(rows) / MAX_STEPS) if rows else 1
     return rows[(len(rows) - 1) % every :: every]
 
 
