@@ -103,10 +103,12 @@ async def require_mutual_trust(address: str, tls: Credentials | None, name: str 
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
+        context = _context(tls)
+    except OSError as error:  # includes SSLError: the files are being replaced, and gRPC keeps the previous ones
+        return f"the certificate in {tls and tls.directory} cannot be used now: {error}"
+    try:
         async with asyncio.timeout(_EXPLAIN_S):
-            reader, writer = await asyncio.open_connection(
-                host, int(port), ssl=_context(tls), server_hostname=name or host
-            )
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=name or host)
             with contextlib.closing(writer):
                 # The service sends first. With TLS 1.3, only this read shows whether it accepts the client's
                 # certificate.

@@ -79,8 +79,8 @@ async def repeated(
                 raise
 
 
-# What gRPC says when a peer has not answered a ping (see channel.py).
-_SILENT = "ping timeout"
+# What gRPC says when a peer has not answered a ping (see channel.py), and when it could not connect to it.
+_SILENT, _NOT_CONNECTED = "ping timeout", "failed to connect"
 
 keep_early_status()
 
@@ -111,7 +111,6 @@ class Client:
         options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if is_alone else OPTIONS
         self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
         self._channel = Channel(address, stub, transport, options)
-        self._was_answered = False
 
     async def call(
         self,
@@ -143,7 +142,6 @@ class Client:
             try:
                 async with self._attempt(name, sent) as (send, noted):
                     answer = await send(timeout=retries.left_s, wait_for_ready=wait_for_ready)
-                    self._was_answered = True
                     self._require_message(answer, name)
                     noted.got(answer)
                     return answer
@@ -164,8 +162,9 @@ class Client:
             try:
                 yield partial(getattr(stub, name), noted.sending(request), metadata=metadata), noted
             except grpc.aio.AioRpcError as error:
-                # gRPC says UNAVAILABLE for a refused certificate too; `explain` raises the real reason.
-                if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_answered:
+                # gRPC says UNAVAILABLE for a refused certificate too; `explain` raises the real reason. A connection
+                # that was lost may be refused when it is made again, because certificates expire.
+                if error.code() is grpc.StatusCode.UNAVAILABLE and _NOT_CONNECTED in (error.details() or ""):
                     await self._channel.explain()
                 raise self._failure(error, name) from error
 
@@ -186,7 +185,6 @@ class Client:
             call = send(timeout=timeout_s, wait_for_ready=wait_for_ready)
             try:
                 async for response in call:
-                    self._was_answered = True
                     self._require_message(response, name)
                     noted.got(response)
                     yield response

@@ -13,7 +13,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
-from services.common.errors import InvalidInput, Unauthenticated
+from services.common.errors import InvalidInput, Unauthenticated, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Role, Transport
@@ -199,8 +199,25 @@ async def test_without_renewal_connections_go_on_and_new_ones_are_refused(tmp_pa
             with pytest.raises(Unauthenticated, match="expired"):
                 await info(late)
             await late.close()
+            # A connection that is lost is refused when it is made again, however often it was used.
+            renew(deployment.certificates.ca, deployment.service)
+            await deployment.server.grpc.stop(None)
+            await deployment.start()
+            with pytest.raises(Unauthenticated, match="refuses this certificate"):
+                await connected.call(
+                    RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S, max_retry_s=PATIENCE_S
+                )
 
     await in_time(attempt)
+
+
+async def test_half_written_files_do_not_hide_that_a_service_is_gone(tmp_path) -> None:
+    deployment = Deployment(tmp_path, 3600)
+    client = deployment.client()
+    (deployment.coordinator / KEY_FILE).write_bytes((deployment.service / KEY_FILE).read_bytes())
+    with pytest.raises(Unavailable, match="failed to connect"):
+        await info(client)
+    await client.close()
 
 
 def test_half_written_files_are_not_used(tmp_path, caplog) -> None:
