@@ -12,7 +12,15 @@ import grpc
 from google.protobuf.message import Message
 
 from services.common.compat.grpc import keep_early_status
-from services.common.errors import DataLoss, InvalidInput, LockstepError, Reason, Unavailable, from_rpc_error
+from services.common.errors import (
+    DataLoss,
+    InvalidInput,
+    LockstepError,
+    Reason,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import OPTIONS, Channel
@@ -111,6 +119,7 @@ class Client:
         options = [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if is_alone else OPTIONS
         self._kind = stub.__name__.removesuffix("Stub").removesuffix("Service").lower()
         self._channel = Channel(address, stub, transport, options)
+        self._was_answered = False
 
     async def call(
         self,
@@ -142,6 +151,7 @@ class Client:
             try:
                 async with self._attempt(name, sent) as (send, noted):
                     answer = await send(timeout=retries.left_s, wait_for_ready=wait_for_ready)
+                    self._was_answered = True
                     self._require_message(answer, name)
                     noted.got(answer)
                     return answer
@@ -162,10 +172,8 @@ class Client:
             try:
                 yield partial(getattr(stub, name), noted.sending(request), metadata=metadata), noted
             except grpc.aio.AioRpcError as error:
-                # gRPC says UNAVAILABLE for a refused certificate too; `explain` raises the real reason. A connection
-                # that was lost may be refused when it is made again, because certificates expire.
                 if error.code() is grpc.StatusCode.UNAVAILABLE and _NOT_CONNECTED in (error.details() or ""):
-                    await self._channel.explain()
+                    await self._require_mutual_trust()
                 raise self._failure(error, name) from error
 
     async def stream(
@@ -185,6 +193,7 @@ class Client:
             call = send(timeout=timeout_s, wait_for_ready=wait_for_ready)
             try:
                 async for response in call:
+                    self._was_answered = True
                     self._require_message(response, name)
                     noted.got(response)
                     yield response
@@ -193,6 +202,18 @@ class Client:
 
     async def close(self) -> None:
         await self._channel.close()
+
+    async def _require_mutual_trust(self) -> None:
+        """Raises the real reason if a certificate is refused, for which gRPC says UNAVAILABLE too.
+
+        A service that has answered before is lost then, as one that has ended: a certificate has expired.
+        """
+        try:
+            await self._channel.explain()
+        except Unauthenticated as refused:
+            if not self._was_answered:
+                raise
+            raise Unavailable(refused.message, reason=refused.reason) from refused
 
     def _require_message(self, answer: object, method: str) -> None:
         if answer is None:  # what gRPC returns for bytes that it cannot parse
@@ -211,7 +232,7 @@ class Client:
         if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
             return Unavailable(
                 f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
-                f"the network is cut ({_SILENT})",
+                f"the network is cut or very slow ({_SILENT})",
                 target=target,
             )
         return failure

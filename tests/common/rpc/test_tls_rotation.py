@@ -13,7 +13,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 
-from services.common.errors import InvalidInput, Unauthenticated, Unavailable
+from services.common.errors import InvalidInput, Reason, Unauthenticated, Unavailable
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Role, Transport
@@ -199,14 +199,15 @@ async def test_without_renewal_connections_go_on_and_new_ones_are_refused(tmp_pa
             with pytest.raises(Unauthenticated, match="expired"):
                 await info(late)
             await late.close()
-            # A connection that is lost is refused when it is made again, however often it was used.
+            # A connection that is lost is refused when it is made again. The service is lost then, as one that ended.
             renew(deployment.certificates.ca, deployment.service)
             await deployment.server.grpc.stop(None)
             await deployment.start()
-            with pytest.raises(Unauthenticated, match="refuses this certificate"):
+            with pytest.raises(Unavailable, match="refuses this certificate") as caught:
                 await connected.call(
                     RolloutService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S, max_retry_s=PATIENCE_S
                 )
+            assert caught.value.reason is Reason.BAD_CERTIFICATE
 
     await in_time(attempt)
 
