@@ -218,12 +218,17 @@ class Checkpoints:
             self._ledger.record(Kind.SAVED, version, path=str(manifest.parent), manifest_digest=digest)
 
     def leave_later(self, step: int) -> None:
-        """Renames checkpoints of steps after `step` and records them as deleted, because the run leaves that branch."""
-        saved = [*self._ledger.checkpoints(Kind.SAVED), *self._ledger.checkpoints(Kind.SAVED_CRITIC)]
+        """Renames checkpoints of steps after `step` and records them as deleted, because the run leaves that branch.
+
+        The critic's of a step whose policy was not saved keeps its name: nothing can go back to it, and the next of
+        this step replaces it.
+        """
+        policy, critic = (self._ledger.checkpoints(kind) for kind in (Kind.SAVED, Kind.SAVED_CRITIC))
+        saved = {row["version"] for row in policy}
         left = f"left-{uuid.uuid4().hex[:8]}"  # the same for the critic's, so that a run can go back to both
-        for row in (row for row in saved if row["version"] > step):
+        for row in (row for row in (*policy, *critic) if row["version"] > step):
             self._ledger.record(Kind.DELETED, path=row["path"])
-            if (place := Path(self._ledger.place(row))).is_dir():
+            if (place := Path(self._ledger.place(row))).is_dir() and row["version"] in saved:
                 place.rename(place.with_name(f"{left}-{place.name}"))
 
     def best(self) -> Decision | None:

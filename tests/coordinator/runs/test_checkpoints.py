@@ -132,6 +132,26 @@ async def test_a_branch_that_is_left_keeps_policy_and_critic_by_one_name(open_ag
     assert [name.endswith("-step-000002") for name in left[0]] == [True]
 
 
+async def test_a_critic_whose_policy_was_not_saved_is_replaced(open_again: Callable[[], Run]) -> None:
+    run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
+    critic.ends.put_nowait(None)
+    await run.checkpoints.begin([critic, trainer], 2)
+    await until(lambda: trainer.saving)
+    run.checkpoints.abandon()
+    run.close()
+    run, trainer = open_again(), FakeTrainer()
+    run.checkpoints.leave_later(1)
+    for model in (critic, trainer):
+        model.ends.put_nowait(None)
+    await run.checkpoints.begin([critic, trainer], 2)
+    await run.checkpoints.finish()
+    assert critic.saving == [2, 2]
+    assert [[path.name for path in (run.config.run_dir / name).iterdir()] for name in DIRECTORIES] == [
+        ["step-000002"],
+        ["step-000002"],
+    ]
+
+
 async def test_neither_model_is_trained_before_the_policy_is_saved_too(open_again: Callable[[], Run]) -> None:
     run, critic, trainer = open_again(), FakeTrainer("critic"), FakeTrainer()
     await run.checkpoints.begin([critic, trainer], 1)
