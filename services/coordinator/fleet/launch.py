@@ -245,7 +245,7 @@ class Fleet:
         await self._start(self.children)
 
     async def start_again(self, rollout: tuple[str, ...], *, keeps_trainers: bool) -> None:
-        """Starts what has ended, and new trainers unless it `keeps_trainers`.
+        """Starts what has ended, and new trainers unless it `keeps_trainers`, and waits until their processes run.
 
         The replicas that are not started here are those at `rollout`.
         """
@@ -254,6 +254,8 @@ class Fleet:
         again = [one for one in self.children if not one.is_running or (one.restarts is None and not keeps_trainers)]
         await gather(child.end() for child in again)
         await self._start(again)
+        # A call that reaches a rank that is still ending is made again for 30 s, and the imports may take longer.
+        await asyncio.gather(*(child.starting for child in again))
 
     async def _start(self, children: Sequence[Child]) -> None:
         for child in children:

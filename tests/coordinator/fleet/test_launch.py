@@ -3,15 +3,18 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from services.common.errors import Reason, Unavailable
 from services.common.forks import Forks
+from services.coordinator.fleet import launch as launching
 from services.coordinator.fleet import running
 from services.coordinator.fleet.launch import Addresses, Child, Fleet, launch
 from services.coordinator.runs.run import Restarts
+from tests.common.test_forks import TOY
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, raises, until
 
@@ -77,6 +80,21 @@ async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: 
         await fleet.start_again((), keeps_trainers=True)
         assert (reward.is_running, fleet.addresses.rollout) == (True, ("127.0.0.1:2",))
         assert reward.process.pid != second
+
+
+async def test_forks_that_begin_again_run_before_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "FORKABLE", (TOY,))
+    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], tmp_path / "log")
+    with Forks() as forks:
+        fleet = Fleet(Addresses(), [child], forks)
+        await fleet.start()
+        await child.starting
+        first = child.process.pid
+        await fleet.start_again((), keeps_trainers=False)
+        assert child.is_running and child.process.pid != first
+        await child.end()
 
 
 async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
