@@ -95,7 +95,7 @@ class SelectionConfig(Strict):
             raise ValueError(f"dynamic.max_rounds {rounds:g} must be at least over_sampling.factor {factor:g}")
 
 
-_GROUP_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
+_GROUP_KINDS = {"grpo", "dr_grpo", "max_rl", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
 # What `whiten: auto` means for these kinds, as in their papers.
 _BATCH_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"}
 # The kinds that read a key. Keys that are not listed are read by all kinds.
@@ -135,6 +135,7 @@ class AdvantageConfig(Strict):
     kind: Literal[
         "grpo",
         "dr_grpo",
+        "max_rl",
         "rloo",
         "opo",
         "gpg",
@@ -149,6 +150,7 @@ class AdvantageConfig(Strict):
     """Advantage estimator; r is a sample's reward and mean and std are over its prompt group.
     grpo: (r - mean) / (std + eps), arXiv 2402.03300;
     dr_grpo: r - mean, arXiv 2503.20783;
+    max_rl: (r - mean) / (mean + eps), for rewards that are not negative, arXiv 2602.02710;
     rloo: r - mean of the group's other samples, arXiv 2402.14740;
     opo: r - mean weighted by length in tokens, arXiv 2505.23585;
     gpg: r - mean, scaled up to make up for groups whose rewards are all equal, arXiv 2504.02546;
@@ -164,7 +166,7 @@ class AdvantageConfig(Strict):
     normalize_std: bool = True
     """Divide by the standard deviation of the group's rewards. Read by grpo; with false, grpo equals dr_grpo."""
     eps: float = Field(default=1e-6, gt=0)
-    """Constant added to every standard deviation before dividing by it."""
+    """Constant added to every standard deviation, and with max_rl to the mean, before dividing by it."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor: per token for gae and reinforce_plus_plus, per turn for per_turn."""
     lam: float = Field(default=1.0, ge=0, le=1)

@@ -14,7 +14,7 @@ _MAX_BLOCKS = 8
 # than a fifth of the time: (p - 1) of (4p + p - 1) micro-batches, with p stages.
 _MICROBATCHES_PER_STAGE = 4
 # The kinds of advantage that depend on no other group of the batch.
-STREAMED_KINDS = {"grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax", "distill"}
+STREAMED_KINDS = {"grpo", "dr_grpo", "max_rl", "rloo", "opo", "per_turn", "remax", "distill"}
 
 
 def tokens_per_block(config: Config) -> int:

@@ -66,7 +66,7 @@ def test_off_needs_no_quotes_in_yaml() -> None:
         config(trainer={"streaming": True})
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "per_turn", "remax"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "max_rl", "rloo", "opo", "per_turn", "remax"])
 def test_advantages_of_a_group(kind: str) -> None:
     assert streams(config(advantage={"kind": kind}))
 

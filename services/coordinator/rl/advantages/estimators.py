@@ -36,6 +36,25 @@ def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     return samples.shared(centered_S)
 
 
+def max_rl(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns (r - mean) / (mean + eps), mean before KL penalties (arXiv 2602.02710, section 3).
+
+    With rewards of 0 and 1, n samples of a prompt then ascend its log pass rate to the nth order: log p = log(1 - q) is
+    minus the sum of q^k / k, and dr_grpo ascends only the first of these terms.
+
+    Raises:
+        InvalidInput: A reward is negative, so that the mean is no rate of success.
+    """
+    if samples.rewards_S.min(initial=0.0) < 0:
+        raise InvalidInput(
+            f"reward: advantage.kind max_rl divides by the mean reward of a group, and a reward is "
+            f"{samples.rewards_S.min():g}; use rewards that are not negative, or another kind",
+            field="reward",
+        )
+    mean_S = _mean(samples.rewards_S, samples.group_S, np.ones(len(samples.rewards_S)))
+    return samples.shared(centered(samples.net_rewards_S, samples.group_S) / (mean_S + config.eps))
+
+
 def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns r - mean of the others, which is n / (n - 1) * (r - mean of all n) (arXiv 2402.14740, section 2.2)."""
     size_S = np.bincount(samples.group_S)[samples.group_S]

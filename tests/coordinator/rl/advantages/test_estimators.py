@@ -18,6 +18,7 @@ from tests.coordinator.rl.advantages.harness import KINDS, computed, row, table
 from tests.support import raises
 
 YES, NO = True, False
+COMPARED = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"]
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,10 @@ YES, NO = True, False
         ({"kind": "grpo", "normalize_std": False}, [1, 2, 3], [-1, 0, 1]),
         ({"kind": "dr_grpo"}, [1, 0, 0, 0], [0.75, -0.25, -0.25, -0.25]),
         ({"kind": "dr_grpo"}, [-2, 2], [-2, 2]),
+        # mean 0.25
+        ({"kind": "max_rl", "eps": 1e-12}, [1, 0, 0, 0], [3, -1, -1, -1]),
+        ({"kind": "max_rl", "eps": 1.0}, [1, 2, 3], [-1 / 3, 0, 1 / 3]),
+        ({"kind": "max_rl"}, [0, 0], [0, 0]),
         # the others' mean is 0 for the first and 1/3 for the rest
         ({"kind": "rloo"}, [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
         ({"kind": "rloo"}, [1, 2, 6], [-3, -1.5, 4.5]),
@@ -41,10 +46,15 @@ def test_one_advantage_for_each_sample(config: dict, rewards: list, expected: li
         assert numbers == pytest.approx([expected[index]] * (index + 1), abs=1e-6)  # float32, and the default eps
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("kind", [*COMPARED, "max_rl"])
 @pytest.mark.parametrize("reward", [0.7, 1e9 + 0.1])
 def test_equal_rewards_teach_exactly_nothing(kind: str, reward: float):
     assert computed([row(reward)] * 3, kind=kind) == [[0], [0], [0]]
+
+
+def test_max_rl_refuses_negative_rewards():
+    with raises(InvalidInput, field="reward"):
+        computed([row(1), row(-0.5)], kind="max_rl")
 
 
 def test_opo_weighs_rewards_by_length():
@@ -165,6 +175,7 @@ def test_a_masked_episode_is_compared_turn_by_turn():
     [
         ("dr_grpo", [[1], [0], [0, 0]]),  # the mean of 2, 1, 0 is 1; it would be 1.5 without the last
         ("grpo", [[1], [0], [0, 0]]),  # sample std 1
+        ("max_rl", [[1], [0], [0, 0]]),  # mean 1
         ("rloo", [[1.5], [0], [0, 0]]),
         ("gpg", [[1], [0], [0, 0]]),
         ("per_turn", [[1], [0], [0, 0]]),

@@ -202,6 +202,18 @@ def test_how_the_estimators_are_related(rows: list[Row]) -> None:
 
 @quickly
 @given(batches)
+def test_max_rl_divides_by_the_mean_reward_of_the_group(rows: list[Row]) -> None:
+    rows = [row | {"reward": abs(row["reward"])} for row in rows]
+    kl = {"coef": 0.5}
+    scaled = []
+    for row, numbers in zip(rows, computed(rows, kind="dr_grpo", kl=kl), strict=True):
+        mean = statistics.fmean(other["reward"] for other in rows if other["group"] == row["group"])
+        scaled.append([number / (mean + 1e-6) for number in numbers])
+    assert_close(computed(rows, kind="max_rl", kl=kl), scaled)
+
+
+@quickly
+@given(batches)
 def test_baselines_cancel_within_a_group(rows: list[Row]) -> None:
     """Advantages sum to 0 over samples or, for opo, whose baseline is weighted by length, over tokens."""
     per_token, bare = computed(rows, kind="opo"), computed([row | {"loss_mask": None} for row in rows], kind="dr_grpo")
