@@ -282,7 +282,7 @@ def _load(directory: Path) -> "TokenizersBackend":
 
 
 def _read_json(path: Path) -> JsonObject:
-    return parse_object(path.read_bytes(), path, field="model") if path.is_file() else {}
+    return parse_object(path.read_bytes(), path) if path.is_file() else {}
 
 
 def _check_added_tokens(
