@@ -95,12 +95,13 @@ class SelectionConfig(Strict):
             raise ValueError(f"dynamic.max_rounds {rounds:g} must be at least over_sampling.factor {factor:g}")
 
 
-_GROUP_KINDS = {"grpo", "dr_grpo", "max_rl", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
+_GROUP_KINDS = {"grpo", "dr_grpo", "gdpo", "max_rl", "rloo", "opo", "gpg", "per_turn", "reinforce_plus_plus_baseline"}
 # What `whiten: auto` means for these kinds, as in their papers.
 _BATCH_WHITENED = {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"}
 # The kinds that read a key. Keys that are not listed are read by all kinds.
 _READ_BY = {
     "normalize_std": {"grpo"},
+    "components": {"gdpo"},
     "gamma": {"gae", "reinforce_plus_plus", "per_turn"},
     "lam": {"gae"},
     "bootstrap_truncated": {"gae"},
@@ -135,6 +136,7 @@ class AdvantageConfig(Strict):
     kind: Literal[
         "grpo",
         "dr_grpo",
+        "gdpo",
         "max_rl",
         "rloo",
         "opo",
@@ -150,6 +152,7 @@ class AdvantageConfig(Strict):
     """Advantage estimator; r is a sample's reward and mean and std are over its prompt group.
     grpo: (r - mean) / (std + eps), arXiv 2402.03300;
     dr_grpo: r - mean, arXiv 2503.20783;
+    gdpo: weighted sum of grpo's number for each of `components`, normalized over the batch's samples, arXiv 2601.05242;
     max_rl: (r - mean) / (mean + eps), for rewards that are not negative, arXiv 2602.02710;
     rloo: r - mean of the group's other samples, arXiv 2402.14740;
     opo: r - mean weighted by length in tokens, arXiv 2505.23585;
@@ -165,6 +168,10 @@ class AdvantageConfig(Strict):
     """
     normalize_std: bool = True
     """Divide by the standard deviation of the group's rewards. Read by grpo; with false, grpo equals dr_grpo."""
+    components: dict[str, float] = Field(default_factory=dict)
+    """Weight of each reward component, by the scorer's name; `environment` is the environment's reward. Read by gdpo,
+    which compares each component with the group's before adding them, so that none hides another. A component that a
+    sample lacks, because its scorer failed, counts as 0."""
     eps: float = Field(default=1e-6, gt=0)
     """Constant added to every standard deviation, and with max_rl to the mean, before dividing by it."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -193,6 +200,12 @@ class AdvantageConfig(Strict):
     def check_rules(self) -> None:
         if self.kind == "distill":
             self._require_no_reward()
+        if self.kind == "gdpo" and not self.components:
+            raise ValueError("kind gdpo needs components: the weight of each reward component, by the scorer's name")
+        if self.kind == "gdpo" and self.kl.coef:
+            raise ValueError(
+                "kl.coef is a penalty on the reward, of which gdpo reads the components: set trainer.loss.kl_coef"
+            )
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)

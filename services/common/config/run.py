@@ -338,15 +338,16 @@ class Config(AnyRun):
                 "advantage.whiten group makes the advantages of a prompt's only sample 0: set whiten to batch or none, "
                 "or rollout.completions_per_prompt to at least 2"
             )
-        components = self._components
+        named = {f"advantage.components.{name}": name for name in self.advantage.components}
         for key in ("dynamic", "curriculum"):
             settings = getattr(self.selection, key)
-            if settings.enabled and not components:
+            if settings.enabled and not self._components:
                 raise ValueError(f"selection.{key} compares rewards: set at least one of reward.scorers")
-            if (component := settings.component) is not None and component not in components:
-                raise ValueError(
-                    f"selection.{key}.component {component} is not one of reward.scorers: {', '.join(components)}"
-                )
+            if settings.component is not None:
+                named[f"selection.{key}.component {settings.component}"] = settings.component
+        for what, component in named.items():
+            if component not in self._components:
+                raise ValueError(f"{what} is not one of reward.scorers: {', '.join(self._components)}")
 
     def _check_sets(self) -> None:
         for name in self.evaluation.sets:

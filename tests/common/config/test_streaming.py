@@ -108,6 +108,7 @@ def test_minibatches_are_cut_too(minibatches: int, max_tokens: int, tokens: int)
 
 WHOLE: dict[str, dict[str, Any]] = {
     "advantages of the whole batch": {"advantage": {"kind": "gpg"}},
+    "components of the whole batch": {"advantage": {"kind": "gdpo", "components": {"exact": 1.0}}},
     "whitened over the batch": {"advantage": {"kind": "grpo", "whiten": "batch"}},
     "whitened by its kind": {"advantage": {"kind": "reinforce_plus_plus"}},
     "own advantages": {"advantage": {"kind": "python", "import_path": "a.b:c"}},

@@ -19,6 +19,7 @@ Estimator = Callable[[Samples, AdvantageConfig], np.ndarray]
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": estimators.grpo,
     "dr_grpo": estimators.centered_rewards,
+    "gdpo": estimators.gdpo,
     "max_rl": estimators.max_rl,
     "rloo": estimators.rloo,
     "opo": estimators.opo,

@@ -27,13 +27,28 @@ def centered_rewards(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
 def grpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
     """Returns (r - mean) / (std + eps), with the sample standard deviation (arXiv 2402.03300, section 4.1.2)."""
-    centered_S = centered(samples.net_rewards_S, samples.group_S)
-    if config.normalize_std:
-        size = np.bincount(samples.group_S)
-        # `size` is above 1: groups of one sample are refused (Samples.of).
-        std = np.sqrt(np.bincount(samples.group_S, centered_S**2) / (size - 1))
-        centered_S /= (std + config.eps)[samples.group_S]
-    return samples.shared(centered_S)
+    if not config.normalize_std:
+        return centered_rewards(samples, config)
+    return samples.shared(_standardized(samples.net_rewards_S, samples.group_S, config.eps))
+
+
+def gdpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
+    """Returns the weighted sum of each component's (c - mean) / (std + eps), over samples shifted and scaled to 1.
+
+    In the sum of rewards, different components may add up to the same number, and one of a large spread hides the
+    others (arXiv 2601.05242, section 3).
+    """
+    total_S = np.zeros(len(samples.rewards_S))
+    for name, weight in config.components.items():
+        total_S += weight * _standardized(samples.component(name), samples.group_S, config.eps)
+    return samples.shared((total_S - total_S.mean()) / (total_S.std(ddof=1) + config.eps))
+
+
+def _standardized(numbers: np.ndarray, groups: np.ndarray, eps: float) -> np.ndarray:
+    centered_S, size = centered(numbers, groups), np.bincount(groups)
+    # `size` is above 1: groups of one sample are refused (Samples.of).
+    std = np.sqrt(np.bincount(groups, centered_S**2) / (size - 1))
+    return centered_S / (std + eps)[groups]
 
 
 def max_rl(samples: Samples, config: AdvantageConfig) -> np.ndarray:

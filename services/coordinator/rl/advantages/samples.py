@@ -62,6 +62,7 @@ class Samples:
     untrained_turns: Mapping[int, Sequence[Turn]]  # by sample, of those without a trained token
     values_M: np.ndarray | None  # critic's value of the state before each token; None if the kind needs no critic
     teacher_kl_M: np.ndarray | None  # log policy - log teacher of each token; None if the run has no teacher
+    components_S: pa.ChunkedArray  # map of each sample's reward components
     baseline_S: np.ndarray | None  # reward of the prompt's greedy completion; None if the kind needs none
     turn_begins: pa.ChunkedArray  # of each row; null without an environment
     turn_rewards: pa.ChunkedArray
@@ -109,11 +110,16 @@ class Samples:
             untrained_turns=untrained_turns,
             values_M=per_token(batch, "values", kind)[mask_N] if config.needs_values else None,
             teacher_kl_M=kl_of(batch, "k1", "teacher_logprobs") if config.needs_teacher else None,
+            components_S=batch["components"].take(first_S),
             baseline_S=_required(batch, "baseline", kind).to_numpy()[first_S] if config.needs_baseline else None,
             turn_begins=batch["turn_begins"],
             turn_rewards=batch["turn_rewards"],
             is_final=config.whitening == "none" and not (config.needs_values or config.needs_teacher),
         )
+
+    def component(self, name: str) -> np.ndarray:
+        """Returns the reward component `name` of each sample, float64 [S]; 0 where its scorer gave none."""
+        return pc.fill_null(pc.map_lookup(self.components_S, name, "first"), 0.0).to_numpy()
 
     def to_tokens(self, numbers_S: np.ndarray) -> np.ndarray:
         """Returns the number of its sample for each trained token, [M]."""

@@ -15,7 +15,8 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 
-KINDS = sorted(ESTIMATORS.keys() - {"python", "max_rl"})  # max_rl refuses some of the rewards that are drawn here
+# max_rl refuses some of the rewards that are drawn here, and gdpo reads no reward.
+KINDS = sorted(ESTIMATORS.keys() - {"python", "max_rl", "gdpo"})
 Row = dict[str, Any]
 
 

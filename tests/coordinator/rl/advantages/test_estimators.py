@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from typing import Any
 
 import pyarrow as pa
@@ -50,6 +51,31 @@ def test_one_advantage_for_each_sample(config: dict, rewards: list, expected: li
 @pytest.mark.parametrize("reward", [0.7, 1e9 + 0.1])
 def test_equal_rewards_teach_exactly_nothing(kind: str, reward: float):
     assert computed([row(reward)] * 3, kind=kind) == [[0], [0], [0]]
+
+
+def test_gdpo_compares_each_component_before_it_adds_them():
+    weights = {"correct": 2.0, "format": 1.0}
+    rows = [row(0, components=[("correct", c), ("format", f)]) for c, f in ((1, 10), (1, 0), (0, 10), (0, 12))]
+    rows += [row(0, group=1, components=[("correct", c)]) for c in (1, 1)]  # nothing to compare; no format scored
+    by_hand = [
+        2 * (c - 0.5) / statistics.stdev([1, 1, 0, 0]) + (f - 8) / statistics.stdev([10, 0, 10, 12])
+        for c, f in ((1, 10), (1, 0), (0, 10), (0, 12))
+    ] + [0, 0]
+    scale = statistics.stdev(by_hand)
+    found = [numbers[0] for numbers in computed(rows, kind="gdpo", components=weights)]
+    assert found == pytest.approx([number / scale for number in by_hand], abs=1e-5)  # the eps beside stds of about 1
+
+
+def test_gdpo_with_equal_components_teaches_exactly_nothing():
+    rows = [row(index, components=[("a", 0.7)]) for index in range(3)]
+    assert computed(rows, kind="gdpo", components={"a": 1.0}) == [[0], [0], [0]]
+
+
+def test_gdpo_names_a_component_that_no_scorer_gives():
+    fixed = ["model=m", "data={train: a.parquet, prompts_per_step: 4}", "reward.scorers=[{kind: exact}]"]
+    with pytest.raises(InvalidInput, match=r"advantage\.components\.format is not one of reward.scorers: exact"):
+        load(Config, [*fixed, "advantage={kind: gdpo, components: {format: 1}}"])
+    load(Config, [*fixed, "advantage={kind: gdpo, components: {exact: 1}}"])
 
 
 def test_max_rl_refuses_negative_rewards():
@@ -262,6 +288,9 @@ def test_what_a_kind_needs():
         ({"kind": "remax", "lam": 0.9}, "lam is not read by kind remax"),
         ({"kind": "rloo", "normalize_std": False}, "normalize_std is not read by kind rloo"),
         ({"kind": "rloo", "bootstrap_truncated": True}, "bootstrap_truncated is not read"),
+        ({"components": {"a": 1.0}}, "components is not read by kind grpo, only by gdpo"),
+        ({"kind": "gdpo"}, "gdpo needs components"),
+        ({"kind": "gdpo", "components": {"a": 1.0}, "kl": {"coef": 0.1}}, "set trainer.loss.kl_coef"),
         ({"kl": {"target": 6.0}}, "set kl.coef above 0"),
         ({"kl": {"coef": math.inf}}, "finite"),
         ({"kind": "ppo"}, "gae"),
