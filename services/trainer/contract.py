@@ -15,6 +15,7 @@ from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard
 
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
+from services.common.config.checkpoint import tensor_settings
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
@@ -130,29 +131,8 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
 
 def made_with(config: TrainerConfig, model_path: Path, card: ModelCard) -> dict[str, Any]:
     """Returns what must be equal for a checkpoint's tensors to be the same model (TrainState.made_with)."""
-    lora, settings = config.lora, {"strategy": config.strategy, "lora.rank": config.lora.rank}
-    if lora.rank:
-        settings |= {"lora.alpha": lora.alpha, "model": sampled_sha256(model_path)}
-    return settings | model_digests(card)
-
-
-def require_made_with(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint_path: str) -> None:
-    """Raises PreconditionFailed if a checkpoint was saved with other settings."""
-    different = [key for key in saved if saved[key] != now.get(key, saved[key])]
-    if files := [key.removeprefix("model/") for key in different if key.startswith("model/")]:
-        raise PreconditionFailed(
-            f"checkpoint {checkpoint_path} was saved with another {' and '.join(files)} of the model: set model to the "
-            "one that it was trained from (config.json in the run's directory names it), or start from an export of "
-            "the checkpoint (lockstep export)",
-            field="model",
-        )
-    if different:
-        were, are = (", ".join(f"{key} {values[key]}" for key in different) for values in (saved, now))
-        raise PreconditionFailed(
-            f"checkpoint {checkpoint_path} was saved with {were}, and the config has {are}: it would be another "
-            "model; set them as they were, or start from an export of the checkpoint (lockstep export)",
-            field=different[0],
-        )
+    weights = {"model": sampled_sha256(model_path)} if config.lora.rank else {}
+    return tensor_settings(config) | weights | model_digests(card)
 
 
 def check_contract(header: pb.TrainHeader, samples: pa.Table, opened: OpenRole) -> None:

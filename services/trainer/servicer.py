@@ -18,6 +18,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.batches import batch as batches
 from services.common.batches.blocks import content_sha256
 from services.common.compat.torch import accelerator_libraries
+from services.common.config.checkpoint import require_made_with
 from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
@@ -266,7 +267,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if request.checkpoint_path:
             with PROGRESS.stage("verify the checkpoint"):
                 state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))
-            contract.require_made_with(state.made_with, made_with, request.checkpoint_path)
+            require_made_with(state.made_with, made_with, request.checkpoint_path)
         state = replace(state, made_with=made_with)
         # Only after what may be refused, so that a refused call takes the trainer from nobody.
         self._fence.take_over(request.run_id)

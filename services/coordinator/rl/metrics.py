@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 _COLLAPSE, _FIRST_ENTROPY = "warning/entropy_collapse", "warning/first_entropy"
+_RECOVERS = 1.5  # the share of its limit above which an entropy has recovered
 _UNMIXED, _DROPPED = "warning/steps_without_mixed_group", "warning/dropped_groups"
 # Metrics of failures -> what they are in a warning: groups by scorer and reason, and tries of an episode by reason.
 _FAILED = {"sampling/failed/": "", "environment/failed_": "environment/"}
@@ -54,8 +55,10 @@ def _warn_of_collapse(step: int, metrics: Metrics, before: Metrics, ratio: float
     if "train/entropy" not in metrics:
         return {}
     now, first = metrics["train/entropy"], before.get(_FIRST_ENTROPY, metrics["train/entropy"])
-    collapsed = now < ratio * first
-    if collapsed and not before.get(_COLLAPSE):
+    was_collapsed = bool(before.get(_COLLAPSE))
+    # An entropy that moves around its limit is warned of once.
+    collapsed = now < ratio * first * (_RECOVERS if was_collapsed else 1.0)
+    if collapsed and not was_collapsed:
         log.warning(
             "step %d: the entropy collapses: %.3g nats per token, after %.3g in the first step; samples of a prompt "
             "become alike, and rewards stop rising: lower trainer.optim.lr, set trainer.loss.entropy_coef, or raise "

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
+from services.common.config.checkpoint import require_made_with, tensor_settings
 from services.common.config.load import AnyConfig, is_override
 from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
@@ -143,7 +144,7 @@ def _named_checkpoint(config: AnyConfig) -> str:
         )
     if config.resume not in ("auto", "never", "must"):
         checkpoint = str(Path(config.resume).absolute())
-        return checkpoint if exists else _require_checkpoint(checkpoint)
+        return checkpoint if exists else _require_checkpoint(checkpoint, config)
     if not exists and config.resume == "must":
         raise NotFound(f"resume: must, but {config.run_dir} holds no run", field="resume")
     return ""
@@ -202,7 +203,7 @@ def _checkpoint(config: AnyConfig, ledger: Ledger, named: str) -> tuple[str, Dec
     before = _same_resume(ledger, named) if named else _begun_elsewhere(ledger)
     if before:
         return _newest_after(ledger, config, before), before
-    return _require_checkpoint(named) if named else _newest(ledger, config), None
+    return _require_checkpoint(named, config) if named else _newest(ledger, config), None
 
 
 def _versions_of_functions(config: AnyConfig) -> dict[str, str]:
@@ -244,14 +245,13 @@ def _newest_after(ledger: Ledger, config: AnyConfig, before: Decision) -> str:
     """Returns the newest checkpoint saved since the run went back to that of `before`, or that one itself."""
     if any(row["version"] > before["resume_step"] for row in ledger.checkpoints(Kind.SAVED)):
         return _newest(ledger, config)
-    return _require_checkpoint(before["resume"])
+    return _require_checkpoint(before["resume"], config)
 
 
 def _require_unused(run_dir: Path) -> None:
     """Raises DataLoss if a run without a ledger has left files: starting over would delete or overwrite them."""
     folders = ("batches", CRITIC_CHECKPOINTS, CHECKPOINTS)
-    files = [path for folder in folders for path in sorted((run_dir / folder).glob("*"))]
-    if files:
+    if files := [path for folder in folders for path in sorted((run_dir / folder).glob("*"))]:
         checkpoints = [path for path in files if path.parent.name == CHECKPOINTS]
         resume = f" with resume={checkpoints[-1]} to go on from there" if checkpoints else ""
         raise DataLoss(
@@ -269,21 +269,19 @@ def _of_critic(config: AnyConfig, checkpoint: str) -> str:
     if not (critic / "manifest.json").is_file():
         raise NotFound(f"resume: {checkpoint} has no matching critic checkpoint in {critic}", field="resume")
     if (num_warmup := step_of(str(critic)) - step_of(checkpoint)) != config.critic.warmup_steps:
-        message = (
-            f"critic.warmup_steps: set it to {num_warmup}, as in the run that saved {critic}: it is done, and counted"
-        )
-        raise InvalidInput(message, field="critic.warmup_steps")
+        why = f"set it to {num_warmup}, as in the run that saved {critic}: it is done, and counted"
+        raise InvalidInput(f"critic.warmup_steps: {why}", field="critic.warmup_steps")
     return str(critic)
 
 
-def _require_checkpoint(path: str) -> str:
-    """Returns `path`, or raises NotFound or DataLoss if there is no checkpoint."""
+def _require_checkpoint(path: str, config: AnyConfig) -> str:
+    """Returns `path`; raises NotFound, DataLoss or PreconditionFailed if there is no checkpoint that fits `config`."""
     if not (Path(path) / "manifest.json").is_file():
         raise NotFound(
             f"resume: {path} is not a checkpoint (no manifest.json); give auto, never, must or a checkpoint's path",
             field="resume",
         )
-    step_of(path)
+    require_made_with(_state(path)[1], tensor_settings(config.trainer), path)
     return path
 
 
@@ -299,9 +297,15 @@ def require_steps_after(step: int, num_steps: int | None) -> None:
 
 
 def step_of(checkpoint: str) -> int:
+    return _state(checkpoint)[0]
+
+
+def _state(checkpoint: str) -> tuple[int, Mapping[str, object]]:
+    """Returns the step of a checkpoint, and the values that it was saved with."""
     manifest = Path(checkpoint) / "manifest.json"
     try:
-        return int(json.loads(manifest.read_text())["state"]["version"])
+        state = json.loads(manifest.read_text())["state"]
+        return int(state["version"]), dict(state.get("made_with", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"resume: {manifest} is damaged: {error!r}") from error
 
@@ -312,12 +316,11 @@ def _newest(ledger: Ledger, config: AnyConfig) -> str:
         if config.resume == "must":
             raise NotFound(f"resume: must, but {config.run_dir} has no checkpoint yet", field="resume")
         return ""
-    newest = ledger.place(saved[-1])
-    manifest = Path(newest, "manifest.json")
+    manifest = Path(ledger.place(saved[-1]), "manifest.json")
     if not manifest.is_file():
-        raise DataLoss(f"resume: the ledger has checkpoint {newest}, but its manifest.json is missing")
+        raise DataLoss(f"resume: the ledger has checkpoint {manifest.parent}, but its manifest.json is missing")
     require_saved(manifest, saved[-1]["manifest_digest"])
-    return newest
+    return str(manifest.parent)
 
 
 def require_saved(manifest: Path, digest: str) -> None:

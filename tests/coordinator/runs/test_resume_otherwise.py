@@ -1,11 +1,12 @@
 """Tests runs that resume with other functions of the user, or begin at a checkpoint of another run."""
 
+import json
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from services.common.errors import DataLoss, InvalidInput, NotFound
+from services.common.errors import DataLoss, InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.fleet.opening import outcome_if_finished
 from services.coordinator.runs.resume import check_resume, open_run
 from services.coordinator.runs.run import Run
@@ -39,6 +40,27 @@ def test_a_fork_needs_a_step_after_its_checkpoint(tmp_path: Path):
         with closing(Run(config, open_run(config))) as run, raises(InvalidInput, field="num_steps"):
             outcome_if_finished(run, print)
     check_resume(make_config(runs_dir=tmp_path, resume=checkpoint, num_steps=4, name="fork"))
+
+
+@pytest.mark.parametrize(
+    ("field", "saved", "now"),
+    [
+        ("strategy", {"strategy": "fsdp", "lora.rank": 0}, {"strategy": "megatron"}),
+        ("lora.rank", {"strategy": "fsdp", "lora.rank": 0}, {"lora": {"rank": 4}}),
+        ("lora.alpha", {"strategy": "fsdp", "lora.rank": 4, "lora.alpha": 8.0}, {"lora": {"rank": 4, "alpha": 4.0}}),
+    ],
+)
+def test_a_fork_of_another_model_is_refused_before(tmp_path: Path, field: str, saved: dict, now: dict):
+    begin(tmp_path)
+    checkpoint = save(tmp_path, 3)
+    state = {"version": 3, "made_with": saved | {"model/config.json": "d"}}
+    (checkpoint / "manifest.json").write_text(json.dumps({"state": state}))
+    forked = {"runs_dir": tmp_path, "resume": str(checkpoint), "num_steps": 9, "name": "fork"}
+    for check in (check_resume, open_run):
+        with raises(PreconditionFailed, field=field):
+            check(make_config(trainer=now, **forked))
+    if not saved["lora.rank"]:
+        check_resume(make_config(**forked))
 
 
 @pytest.mark.parametrize("name", ["run", "fork"])
