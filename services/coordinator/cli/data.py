@@ -101,7 +101,7 @@ def _show(report: "ConversionReport") -> None:
     console.print(f"{report.dataset} from {report.source}")
     for name, path in report.files.items():
         held_out = ", held out of train" if name == "test" and report.num_held_out else ""
-        console.print(f"  {name}{report.num_rows[name]:>{13 - len(name)}} rows  {path}{held_out}")
+        console.print(f"  {name:<6} {report.num_rows[name]:>6} rows  {path}{held_out}")
     if report.dropped:
         console.print(f"  dropped {counted(len(report.dropped), 'bad row')}:")
     for place in report.dropped[:NUM_NAMED]:

@@ -17,7 +17,7 @@ from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed
 from services.coordinator.cli import data as cli
-from services.coordinator.data.prepare.convert import ConversionOptions, convert
+from services.coordinator.data.prepare.convert import ConversionOptions, ConversionReport, convert
 from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
@@ -327,3 +327,8 @@ def test_from_the_hub(tmp_path):
         elsewhere = ask("openai/gsm9k")
     assert elsewhere.startswith("Unavailable source: dataset openai/gsm9k, which is no path here, was not downloaded")
     assert elsewhere.endswith("): use a local copy") and "\n" not in elsewhere
+
+
+def test_a_large_number_of_rows_is_apart_from_its_name(capsys, tmp_path):
+    cli._show(ConversionReport("search-r1", "here", {"corpus": tmp_path}, {"corpus": 21_015_324}))
+    assert f"  corpus 21015324 rows  {tmp_path}\n" in capsys.readouterr().out
