@@ -244,10 +244,13 @@ class Fleet:
         """Starts all services. It does not wait for the imports of those that are forked."""
         await self._start(self.children)
 
-    async def start_again(self, rollout: tuple[str, ...], *, keeps_trainers: bool) -> None:
+    async def start_again(self, rollout: tuple[str, ...], *, keeps_trainers: bool, timeout_s: float) -> None:
         """Starts what has ended, and new trainers unless it `keeps_trainers`, and waits until their processes run.
 
         The replicas that are not started here are those at `rollout`.
+
+        Raises:
+            Unavailable: SERVICE_DIED if the imports fail, UNREACHABLE if they last longer than `timeout_s`.
         """
         if rollout:
             self.addresses = replace(self.addresses, rollout=rollout)
@@ -255,7 +258,13 @@ class Fleet:
         await gather(child.end() for child in again)
         await self._start(again)
         # A call that reaches a rank that is still ending is made again for 30 s, and the imports may take longer.
-        await asyncio.gather(*(child.starting for child in again))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(child.starting for child in again))
+        except TimeoutError as error:
+            names = ", ".join(child.name for child in again if not child.is_running)
+            message = f"{names}: the packages were not imported within {timeout_s:g} s (timeouts.open_s)"
+            raise Unavailable(message) from error
 
     async def _start(self, children: Sequence[Child]) -> None:
         for child in children:

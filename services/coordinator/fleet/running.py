@@ -231,7 +231,8 @@ class Sessions(AsyncExitStack, Generic[ConfigT]):
             launched = launch(run.config, found, services=services, restarts=self.restarts)
             self._fleet = await self.enter_async_context(launched)
         else:
-            await self._fleet.start_again(found.rollout, keeps_trainers=self._keeps_trainers)
+            limit_s = run.config.timeouts.open_s
+            await self._fleet.start_again(found.rollout, keeps_trainers=self._keeps_trainers, timeout_s=limit_s)
         async with _watched_addresses(self._fleet, run) as addresses:
             yield addresses
 

@@ -14,7 +14,7 @@ from services.coordinator.fleet import launch as launching
 from services.coordinator.fleet import running
 from services.coordinator.fleet.launch import Addresses, Child, Fleet, launch
 from services.coordinator.runs.run import Restarts
-from tests.common.test_forks import TOY
+from tests.common.test_forks import TOY, seen
 from tests.coordinator.fake_services import make_config
 from tests.support import PATIENCE_S, raises, until
 
@@ -66,18 +66,18 @@ async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: 
     async with launch(config, Addresses(rollout=("127.0.0.1:1",), trainer="127.0.0.1:1")) as fleet:
         (reward,) = fleet.children
         first = reward.process.pid
-        await fleet.start_again(("127.0.0.1:2",), keeps_trainers=False)
+        await fleet.start_again(("127.0.0.1:2",), keeps_trainers=False, timeout_s=PATIENCE_S)
         assert (reward.process.pid, fleet.addresses.rollout) == (first, ("127.0.0.1:2",))
         reward.restarts = None  # as a trainer's
-        await fleet.start_again((), keeps_trainers=True)
+        await fleet.start_again((), keeps_trainers=True, timeout_s=PATIENCE_S)
         assert reward.process.pid == first
-        await fleet.start_again((), keeps_trainers=False)
+        await fleet.start_again((), keeps_trainers=False, timeout_s=PATIENCE_S)
         second = reward.process.pid
         assert second != first
         reward.restarts = Restarts(config.restart)
         os.kill(second, signal.SIGKILL)
         await reward.process.wait()
-        await fleet.start_again((), keeps_trainers=True)
+        await fleet.start_again((), keeps_trainers=True, timeout_s=PATIENCE_S)
         assert (reward.is_running, fleet.addresses.rollout) == (True, ("127.0.0.1:2",))
         assert reward.process.pid != second
 
@@ -92,9 +92,27 @@ async def test_forks_that_begin_again_run_before_they_are_called(
         await fleet.start()
         await child.starting
         first = child.process.pid
-        await fleet.start_again((), keeps_trainers=False)
+        await fleet.start_again((), keeps_trainers=False, timeout_s=PATIENCE_S)
         assert child.is_running and child.process.pid != first
         await child.end()
+
+
+async def test_imports_that_hang_are_no_reason_to_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "FORKABLE", (TOY,))
+    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], tmp_path / "log")
+    with Forks() as forks:
+        fleet = Fleet(Addresses(), [child], forks)
+        await fleet.start()
+        await child.starting
+        await until(lambda: child.log_path.exists() and child.log_path.read_text().endswith("\n"))
+        os.kill(seen(child.log_path)["imported_in"], signal.SIGSTOP)
+        child.process.end(0)  # which nobody is left to tell
+        with raises(Unavailable) as caught:
+            async with asyncio.timeout(PATIENCE_S):
+                await fleet.start_again((), keeps_trainers=False, timeout_s=0.1)
+        assert "trainer: the packages were not imported within 0.1 s" in caught.value.message
 
 
 async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
