@@ -19,7 +19,7 @@ class DynamicSamplingConfig(Strict):
     filter_groups)."""
     component: str | None = None
     """Component of reward.scorers to compare instead of the reward, such as correctness if there is a length penalty
-    too; null compares the reward."""
+    too; null compares the reward, also with advantage.kind gdpo."""
     max_rounds: float = Field(default=10.0, ge=1)
     """Limit on the prompts that one step tries, as a multiple of data.prompts_per_step."""
     on_budget: Literal["train", "fail"] = "train"
@@ -109,6 +109,11 @@ _READ_BY = {
     "kwargs": {"python"},
 }
 
+_WITHOUT_KL = {
+    "gdpo": "of which gdpo reads the components",
+    "max_rl": "which max_rl divides by the mean of the group, and that is 0 if no sample succeeds",
+}
+
 
 class KlConfig(Strict):
     """A penalty on the reward of each trained token: coef times an estimate of KL(policy || reference)."""
@@ -170,8 +175,8 @@ class AdvantageConfig(Strict):
     """Divide by the standard deviation of the group's rewards. Read by grpo; with false, grpo equals dr_grpo."""
     components: dict[str, float] = Field(default_factory=dict)
     """Weight of each reward component, by the scorer's name; `environment` is the environment's reward. Read by gdpo,
-    which compares each component with the group's before adding them, so that none hides another. A component that a
-    sample lacks, because its scorer failed, counts as 0."""
+    which compares each component with the group's before adding them, so that none hides another. Scorers whose weight
+    in the reward is 0 are refused, because samples that they fail to score are trained on."""
     eps: float = Field(default=1e-6, gt=0)
     """Constant added to every standard deviation, and with max_rl to the mean, before dividing by it."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -202,10 +207,8 @@ class AdvantageConfig(Strict):
             self._require_no_reward()
         if self.kind == "gdpo" and not self.components:
             raise ValueError("kind gdpo needs components: the weight of each reward component, by the scorer's name")
-        if self.kind == "gdpo" and self.kl.coef:
-            raise ValueError(
-                "kl.coef is a penalty on the reward, of which gdpo reads the components: set trainer.loss.kl_coef"
-            )
+        if self.kl.coef and self.kind in _WITHOUT_KL:
+            raise ValueError(f"kl.coef is a penalty on the reward, {_WITHOUT_KL[self.kind]}: set trainer.loss.kl_coef")
         if self.kind == "python" and not self.import_path:
             raise ValueError("kind python needs import_path: package.module:function")
         require_read(self, self.kind, _READ_BY)

@@ -61,7 +61,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _numbers_are_numbers(cls, values: object) -> object:
-        """Refuses true and false for numbers, also as entries of a list: pydantic would read them as 1 and 0.
+        """Refuses true and false for numbers, also in a list or table: pydantic would read them as 1 and 0.
 
         Refuses infinity and NaN wherever they are: pydantic allows them in values of any type, and JSON has neither.
         """
@@ -103,10 +103,12 @@ def _texts_below_keys(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 def _truth_values(model: type[BaseModel], values: Mapping[str, object]) -> Iterator[InitErrorDetails]:
     for name, field in model.model_fields.items():
-        value, is_list = values.get(name), isinstance(values.get(name), list | tuple)
+        value, is_table = values.get(name), get_origin(field.annotation) is dict
+        entries = list(cast(Table, value).values()) if is_table and isinstance(value, dict) else value
+        is_list = isinstance(entries, list | tuple)
         types = _types(*get_args(field.annotation)) if is_list else _types(field.annotation)
         number = next((kind for kind in (float, int) if kind in types and bool not in types), None)
-        for entry in cast(list[object], value) if is_list else (value,):
+        for entry in cast(list[object], entries) if is_list else (entries,):
             if number and isinstance(entry, bool):
                 yield InitErrorDetails(type=f"{number.__name__}_type", loc=(name,), input=entry)
 

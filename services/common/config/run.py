@@ -348,6 +348,12 @@ class Config(AnyRun):
         for what, component in named.items():
             if component not in self._components:
                 raise ValueError(f"{what} is not one of reward.scorers: {', '.join(self._components)}")
+        for scorer in self.reward.scorers:
+            if scorer.component in self.advantage.components and not scorer.weight:
+                raise ValueError(
+                    f"advantage.components.{scorer.component}: a sample that a scorer of weight 0 fails to score is "
+                    "still trained on: set its weight in reward.scorers to another number"
+                )
 
     def _check_sets(self) -> None:
         for name in self.evaluation.sets:

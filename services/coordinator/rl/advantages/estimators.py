@@ -37,11 +37,14 @@ def gdpo(samples: Samples, config: AdvantageConfig) -> np.ndarray:
 
     In the sum of rewards, different components may add up to the same number, and one of a large spread hides the
     others (arXiv 2601.05242, section 3).
+
+    Raises:
+        InvalidInput: A sample lacks a component.
     """
     total_S = np.zeros(len(samples.rewards_S))
     for name, weight in config.components.items():
         total_S += weight * _standardized(samples.component(name), samples.group_S, config.eps)
-    return samples.shared((total_S - total_S.mean()) / (total_S.std(ddof=1) + config.eps))
+    return samples.shared(_standardized(total_S, np.zeros(len(total_S), int), config.eps))
 
 
 def _standardized(numbers: np.ndarray, groups: np.ndarray, eps: float) -> np.ndarray:
@@ -52,7 +55,7 @@ def _standardized(numbers: np.ndarray, groups: np.ndarray, eps: float) -> np.nda
 
 
 def max_rl(samples: Samples, config: AdvantageConfig) -> np.ndarray:
-    """Returns (r - mean) / (mean + eps), mean before KL penalties (arXiv 2602.02710, section 3).
+    """Returns (r - mean) / (mean + eps) (arXiv 2602.02710, section 3).
 
     With rewards of 0 and 1, n samples of a prompt then ascend its log pass rate to the nth order: log p = log(1 - q) is
     minus the sum of q^k / k, and dr_grpo ascends only the first of these terms.
@@ -67,7 +70,7 @@ def max_rl(samples: Samples, config: AdvantageConfig) -> np.ndarray:
             field="reward",
         )
     mean_S = _mean(samples.rewards_S, samples.group_S, np.ones(len(samples.rewards_S)))
-    return samples.shared(centered(samples.net_rewards_S, samples.group_S) / (mean_S + config.eps))
+    return samples.shared(centered(samples.rewards_S, samples.group_S) / (mean_S + config.eps))
 
 
 def rloo(samples: Samples, config: AdvantageConfig) -> np.ndarray:

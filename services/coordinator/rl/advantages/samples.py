@@ -118,8 +118,16 @@ class Samples:
         )
 
     def component(self, name: str) -> np.ndarray:
-        """Returns the reward component `name` of each sample, float64 [S]; 0 where its scorer gave none."""
-        return pc.fill_null(pc.map_lookup(self.components_S, name, "first"), 0.0).to_numpy()
+        """Returns the reward component `name` of each sample, float64 [S].
+
+        Raises:
+            InvalidInput: A sample has none.
+        """
+        numbers_S = pc.map_lookup(self.components_S, name, "first")
+        if numbers_S.null_count:
+            message = f"components: advantage.components.{name}: {numbers_S.null_count} samples have no such component"
+            raise InvalidInput(message, field="components")
+        return numbers_S.to_numpy()
 
     def to_tokens(self, numbers_S: np.ndarray) -> np.ndarray:
         """Returns the number of its sample for each trained token, [M]."""
