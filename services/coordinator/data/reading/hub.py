@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -147,13 +148,14 @@ def hub_errors(name: str, revision: str | None, field: str) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         message = f"{field}: {name} was not downloaded to this host before, and the Hugging Face Hub is unreachable"
         raise Unavailable(f"{message} ({first_line(error)}): use a local copy", field=field) from error
-    except (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
+        status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else HTTPStatus.NOT_FOUND
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+            message = f"{field}: {name} cannot be read from the Hugging Face Hub ({first_line(error)})"
+            raise Unavailable(f"{message}: try again later, or use a local copy", field=field) from error
         at = f" at revision {revision}" if revision else ""
         message = f"{field}: you cannot see {name}{at} on the Hugging Face Hub ({first_line(error)})"
         raise NotFound(message, field=field) from error
-    except errors.HfHubHTTPError as error:  # it is down, or limits the rate
-        message = f"{field}: {name} cannot be read from the Hugging Face Hub ({first_line(error)})"
-        raise Unavailable(f"{message}: try again later, or use a local copy", field=field) from error
 
 
 def first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 from services.common.config.run import Config
-from services.common.errors import Unavailable
+from services.common.errors import LockstepError, NotFound, Unavailable
 from services.coordinator.data.reading.hub import hub_errors, with_local_models
 from tests.coordinator.data.fake_hub import asking, hub
 from tests.support import ROOT
@@ -72,10 +72,18 @@ def test_a_model_on_the_hub_is_a_directory_of_the_cache(tmp_path: Path) -> None:
     assert elsewhere.endswith("use a local copy") and "\n" not in elsewhere
 
 
-def test_a_hub_that_is_down_says_nothing_of_what_it_has() -> None:
-    answer = httpx.Response(503, request=httpx.Request("GET", "http://hub"))
-    with pytest.raises(Unavailable, match="dataset a/b cannot be read"), hub_errors("dataset a/b", None, "data.train"):
-        raise HfHubHTTPError("503 Service Unavailable", response=answer)
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (503, Unavailable, "dataset a/b cannot be read"),
+        (429, Unavailable, "dataset a/b cannot be read"),
+        (403, NotFound, "you cannot see dataset a/b"),
+    ],
+)
+def test_a_hub_that_is_down_says_nothing_of_what_it_has(status: int, kind: type[LockstepError], message: str) -> None:
+    answer = httpx.Response(status, request=httpx.Request("GET", "http://hub"))
+    with pytest.raises(kind, match=message), hub_errors("dataset a/b", None, "data.train"):
+        raise HfHubHTTPError("the Hub's words", response=answer)
 
 
 def test_a_path_stays_as_it_is(tmp_path: Path) -> None:
