@@ -19,7 +19,7 @@ class DynamicSamplingConfig(Strict):
     filter_groups)."""
     component: str | None = None
     """Component of reward.scorers to compare instead of the reward, such as correctness if there is a length penalty
-    too; null compares the reward, also with advantage.kind gdpo."""
+    too; null compares the reward."""
     max_rounds: float = Field(default=10.0, ge=1)
     """Limit on the prompts that one step tries, as a multiple of data.prompts_per_step."""
     on_budget: Literal["train", "fail"] = "train"
@@ -205,8 +205,8 @@ class AdvantageConfig(Strict):
     def check_rules(self) -> None:
         if self.kind == "distill":
             self._require_no_reward()
-        if self.kind == "gdpo" and not self.components:
-            raise ValueError("kind gdpo needs components: the weight of each reward component, by the scorer's name")
+        if self.kind == "gdpo" and not any(self.components.values()):
+            raise ValueError("kind gdpo needs components: a weight other than 0 by the name of a scorer")
         if self.kl.coef and self.kind in _WITHOUT_KL:
             raise ValueError(f"kl.coef is a penalty on the reward, {_WITHOUT_KL[self.kind]}: set trainer.loss.kl_coef")
         if self.kind == "python" and not self.import_path:

@@ -348,12 +348,27 @@ class Config(AnyRun):
         for what, component in named.items():
             if component not in self._components:
                 raise ValueError(f"{what} is not one of reward.scorers: {', '.join(self._components)}")
+        if self.advantage.kind == "gdpo":
+            self._check_components()
+
+    def _check_components(self) -> None:
+        """Refuses what leaves samples without a component in the batch, or compares sums where gdpo compares parts."""
         for scorer in self.reward.scorers:
             if scorer.component in self.advantage.components and not scorer.weight:
                 raise ValueError(
                     f"advantage.components.{scorer.component}: a sample that a scorer of weight 0 fails to score is "
                     "still trained on: set its weight in reward.scorers to another number"
                 )
+        if self.reward.on_failure == "zero":
+            raise ValueError(
+                "reward.on_failure zero trains on samples without a score, and advantage.kind gdpo reads each "
+                "component: set drop_group or fail"
+            )
+        if self.selection.dynamic.enabled and self.selection.dynamic.component is None:
+            raise ValueError(
+                "selection.dynamic drops groups whose rewards are equal, and their components may differ, which "
+                "advantage.kind gdpo compares: set selection.dynamic.component"
+            )
 
     def _check_sets(self) -> None:
         for name in self.evaluation.sets:
