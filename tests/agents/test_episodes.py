@@ -118,12 +118,16 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
 
 
-async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_is_trained():
+async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_is_trained(
+    caplog: pytest.LogCaptureFixture,
+):
     async with staged(says, path=f"{AGENTS}:stops") as stage:
         stage.collector._rollout.replicas[0].returns_routed_experts = True
         for keep_failed, text in ((False, "trainer.moe.router_replay"), (True, "200 ")):
             group = await stage.play(keep_failed=keep_failed)
             assert group is not None and group.left[0] and text in group.left[0].text, "the run goes on"
+        (line,) = [message for message in caplog.messages if "the endpoint refused 1 request of the agent" in message]
+        assert "trainer.moe.router_replay" in line
         stage.sampling = SamplingConfig(max_tokens=200, top_k=50)
         with pytest.raises(EpisodeFailed, match=r"rollout\.sampling\.top_k"):
             await stage.play("gives up")
@@ -181,8 +185,8 @@ async def test_an_agent_that_ignores_the_end_is_ended_and_scored():
 async def test_an_overflow_is_told_and_an_agent_that_recovers_goes_on(question: str, reason: str | None):
     async with staged(says, path=f"{AGENTS}:too_long") as stage:
         if reason is None:  # it has sampled nothing, so there is nothing to train
-            told = r"\(1 call refused, .*: .* maximum context length is \d+ tokens, and the prompt alone has \d+\)"
-            with pytest.raises(EpisodeFailed, match=rf"no answer of the model {told}"):
+            told = r"maximum context length is \d+ tokens, and the prompt alone has \d+ \(rollout\.max_model_len\)"
+            with pytest.raises(EpisodeFailed, match=rf"no answer of the model \(1 call refused, .*: .* {told}\)"):
                 await stage.play(question)
             return
         group = await stage.play(question)
@@ -257,10 +261,14 @@ async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: 
             await stage.play("and gives up")
 
 
-async def test_an_episode_that_takes_too_long_fails_and_leaves_nothing():
+@pytest.mark.parametrize(
+    ("question", "why"),
+    [("Q", r"\(environment\.episode_s\)$"), ("refused", "refused 1 request, .*: tool_choice: .*drop_fields")],
+)
+async def test_an_episode_that_takes_too_long_fails_with_the_last_refusal_and_leaves_nothing(question: str, why: str):
     async with staged(says, path=f"{AGENTS}:sleeps", episode_s=1.0) as stage:
-        with pytest.raises(EpisodeFailed, match="episode_s"):
-            await stage.play()
+        with pytest.raises(EpisodeFailed, match=why):
+            await stage.play(question)
         service = stage.servicer.agents
         await until(lambda: not service._endpoint._lines and not service._playing)  # type: ignore[union-attr]
 

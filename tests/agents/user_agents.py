@@ -200,6 +200,9 @@ def asks_for_what_is_refused(row: Json, seed: int, url: str, key: str) -> str:
 async def sleeps(row: Json, seed: int, url: str, key: str) -> str:
     import asyncio
 
-    await asyncio.to_thread(Model(url, key).ask, [user("x")])
+    model = Model(url, key)
+    await asyncio.to_thread(model.ask, [user("x")])
+    if row["prompt"] == "refused":
+        await asyncio.to_thread(model.post, {"messages": [user("x")], "tool_choice": "required"})
     await asyncio.Event().wait()
     return ""

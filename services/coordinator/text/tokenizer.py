@@ -36,7 +36,8 @@ class TooManyTokens(InvalidInput):
 
     def __init__(self, most: int, num_tokens: str):
         # OpenAI's words, by which clients of agents tell a prompt that is too long from other bad requests.
-        super().__init__(f"This model's maximum context length is {most} tokens, and the prompt alone has {num_tokens}")
+        message = f"This model's maximum context length is {most} tokens, and the prompt alone has {num_tokens}"
+        super().__init__(f"{message} (rollout.max_model_len)")
 
 
 class Tokenizer:

@@ -10,6 +10,7 @@ from lockstep.reward.v1 import agent_pb2_grpc
 from lockstep.reward.v1.reward_pb2 import OpenRunResponse
 
 from services.common.config.environment import AgentEnvironmentConfig
+from services.common.counted import counted
 from services.common.errors import InvalidInput
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
@@ -173,13 +174,21 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
                 EnvironmentFailure.CRASHED, "the run was closed, or another coordinator goes on with it"
             )
         except EpisodeError as failed:
-            error = failed
+            error = _with_refusal(failed, line)
         else:
             end = pb.AgentEnd(exit_code=played.exit_code, files=played.files, num_retries=line.num_retries)
             end.num_refused, end.refusal, end.errors = line.num_refused, line.refusal, played.errors
             end.text = played.text.encode(errors="replace").decode()
             return pb.PlayResponse(end=end)
         return pb.PlayResponse(failure=report_failure(begin.episode_id, error, self._metrics, self._tracebacks))
+
+
+def _with_refusal(error: EpisodeError, line: Line) -> EpisodeError:
+    """Returns the failure of an agent with why its last request was refused, which may be the cause."""
+    if not line.refusal or line.refusal in error.detail:
+        return error
+    refused = f"the endpoint had refused {counted(line.num_refused, 'request')}, the last because: {line.refusal}"
+    return EpisodeError(error.reason, f"{error.detail}; {refused}", error.traceback, alone=error.alone)
 
 
 async def _calls_until_end(

@@ -87,10 +87,11 @@ class AgentCollector(PlayedCollector):
                 raise
             end = AgentEnd(exit_code=1)
         which = f"prompt {prompt.prompt_id} sample {sample}"
-        if end.refusal and end.refusal not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
-            self._refusals.add(end.refusal)
-            refused = counted(end.num_refused, "request")
-            log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, end.refusal)
+        refusal = end.refusal or episode.refusal
+        if refusal and refusal not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
+            self._refusals.add(refusal)
+            refused = counted(end.num_refused + episode.num_refused, "request")
+            log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, refusal)
         if end.num_retries and self._warns_of_retries:
             self._warns_of_retries, again = False, counted(end.num_retries, "request")
             message = "%s: %s repeated one in progress and got its answer; to get another, set another `seed` in each"
@@ -169,7 +170,7 @@ class AgentEpisode:
         self._log = CallLog()
         self._limit: FinishReason | None = None
         self._last, self._is_cut = -1, False
-        self._num_refused, self._refusal = 0, ""
+        self.num_refused, self.refusal = 0, ""
         self._overlong: int | None = None
         """Number of the last call whose prompt was too long."""
 
@@ -275,9 +276,9 @@ class AgentEpisode:
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
-        self._num_refused += 1
+        self.num_refused += 1
         if self._limit is None:  # that the episode is over says less than why the calls before were refused
-            self._refusal = message
+            self.refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
     def has_ended_by(self, error: EpisodeFailed) -> bool:
@@ -298,9 +299,8 @@ class AgentEpisode:
             why = "never called the model, or only with requests that the endpoint refused"
             if end.num_refused:
                 why = f"got {counted(end.num_refused, 'request')} refused by the endpoint, because: {end.refusal}"
-            if self._num_refused:
-                refused = f"{counted(self._num_refused, 'call')} refused, because: {self._refusal}"
-                why = f"got no answer of the model ({refused})"
+            if self.num_refused:
+                why = f"no answer of the model ({counted(self.num_refused, 'call')} refused, because: {self.refusal})"
             said = f"{end.text[:200]!r} {end.errors}".rstrip()
             detail = f"the agent ended with exit code {end.exit_code} and {why}: {said}"
             raise EpisodeFailed(EnvironmentFailure.INVALID_REPLY, detail)
