@@ -43,8 +43,11 @@ def choose(device: str, dtype: str, head_size: int, *, has_cap: bool = False) ->
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 # Models for which `dynamic` with an alpha sets a fixed base, up to max_position_embeddings.
 _HAS_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-# Keys of which each number is a list or a dictionary of modules, and more than any model has.
-_COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+# Keys of which each number is a list or a dictionary of that length, of modules or labels. Families name them in their
+# own ways, and `num_layers` with its short forms are transformers' other names of num_hidden_layers.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_COUNTS = (*_LAYERS, *_EXPERTS, "num_labels")
 _MOST = 4096
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
@@ -54,11 +57,15 @@ ASK_FSDP = "; lockstep run --dry-run says whether strategy fsdp supports it"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
-    """Refuses a config.json with more layers or experts than any model has: making them would take all memory."""
-    for key in _COUNTS:
-        value = content.get(key)
-        if isinstance(value, int | float) and value > _MOST:
-            raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
+    """Refuses a config.json with more layers or experts than any model has: making them would take all memory.
+
+    This is also true of its parts, such as text_config and vision_config.
+    """
+    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in _COUNTS:
+            value = cast(JsonObject, part).get(key)
+            if isinstance(value, int | float) and value > _MOST:
+                raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 
 
 def text_of(content: JsonObject) -> JsonObject:
