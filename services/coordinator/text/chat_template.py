@@ -50,6 +50,9 @@ class ChatTemplate:
             raise InvalidInput(message, field="data.chat_template") from error
         except RecursionError as error:
             raise InvalidInput("the chat template nests too deeply", field="data.chat_template") from error
+        except Exception as error:  # of Python, for what Jinja compiles without a look, such as a break outside a loop
+            message = f"the chat template cannot be compiled: {error!r}"
+            raise InvalidInput(message, field="data.chat_template") from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: object) -> str:
         """Renders `messages`, followed by the header of the assistant's turn if `add_generation_prompt`.
@@ -67,8 +70,9 @@ class ChatTemplate:
             return self._template.render(self._constants | inputs)
         except InvalidInput:  # raised by _strftime_now
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
-            raise TemplateRefusal(f"the chat template rejects these messages: {error}", field="messages") from error
+        except Exception as error:  # Jinja's filters and the methods of values raise anything
+            why = str(error) or repr(error)  # MemoryError() has no text
+            raise TemplateRefusal(f"the chat template rejects these messages: {why}", field="messages") from error
 
     def _strftime_now(self, pattern: str) -> str:
         if self._date is None:

@@ -352,6 +352,9 @@ def test_the_date_is_never_the_clocks(make_model):
         ("{{ 1 // (messages | length - 1) }}", "by zero"),
         ("{{ range(10 ** 6) | list }}", "too big"),
         ("{{ cycler() }}", "at least one item"),
+        ("{{ none | dictsort }}", "has no attribute 'items'"),
+        ("{{ messages[0].content | truncate(1) }}", "expected length >= 3"),
+        ("{{ messages[0].content * 10 ** 16 }}", "MemoryError"),
     ],
 )
 def test_refusals(template, message):
@@ -377,6 +380,12 @@ def test_a_text_that_the_vocabulary_lacks_is_named() -> None:
     ids=["parentheses", "blocks"],
 )
 def test_a_template_that_nests_too_deeply_is_refused(source):
+    with raises(InvalidInput, field="data.chat_template"):
+        ChatTemplate(source, {})
+
+
+@pytest.mark.parametrize("source", ["{% break %}", "{% for a in [] %}" * 25 + "{% endfor %}" * 25])
+def test_a_template_that_python_cannot_compile_is_refused(source):
     with raises(InvalidInput, field="data.chat_template"):
         ChatTemplate(source, {})
 
