@@ -61,9 +61,9 @@ def require_counts(content: JsonObject, source: str) -> None:
 
     This is also true of its parts, such as text_config and vision_config.
     """
-    for part in (content, *(value for value in content.values() if isinstance(value, dict))):
+    for part in (content, *(cast(JsonObject, part) for part in content.values() if isinstance(part, dict))):
         for key in _COUNTS:
-            value = cast(JsonObject, part).get(key)
+            value = part.get(key)
             if isinstance(value, int | float) and value > _MOST:
                 raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
 

@@ -79,16 +79,26 @@ def card_texts(card: ModelCard) -> dict[str, str]:
 
 def model_digests(card: ModelCard) -> dict[str, str]:
     """Returns digests of what config.json says of the computation, and of the text that each token stands for, by the
-    name of the file. How a release of a library writes the same does not count."""
-    contents = {_REQUIRED: json.dumps(_counted(_read_config(card.files[_REQUIRED])), sort_keys=True).encode()}
-    if name := next((name for name in _VOCABULARY if name in card.files), ""):
-        contents[name] = card.files[name]
+    name of the file. How a release of a library writes the same does not count.
+
+    Raises:
+        InvalidInput: A file has a value that no model has.
+    """
+    names = [_REQUIRED, *[name for name in _VOCABULARY if name in card.files][:1]]
+    return {f"model/{name}": hashlib.sha256(_meaning(name, card.files[name])).hexdigest()[:12] for name in names}
+
+
+def _meaning(name: str, content: bytes) -> bytes:
+    try:
+        if name == _REQUIRED:
+            return json.dumps(_counted(_read_config(content)), sort_keys=True).encode()
         if name == "tokenizer.json":
-            tokenizer = json.loads(contents[name])
+            tokenizer = json.loads(content)
             added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
-            vocabulary = [tokenizer.get("model", {}).get("vocab"), added]
-            contents[name] = json.dumps(vocabulary, sort_keys=True).encode()
-    return {f"model/{name}": hashlib.sha256(content).hexdigest()[:12] for name, content in contents.items()}
+            return json.dumps([tokenizer.get("model", {}).get("vocab"), added], sort_keys=True).encode()
+    except Exception as error:  # transformers' classes of configs refuse values by many kinds of errors
+        raise InvalidInput(f"model: {name}: {error!r}", field="model") from error
+    return content
 
 
 def _read_config(config_json: bytes) -> JsonObject:
