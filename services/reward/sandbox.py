@@ -202,11 +202,11 @@ class Sandbox:
         job: dict[str, object] = {"program": program, "setup": setup, "test_sizes": [len(line) for line in lines]}
         job["scripts"] = [test["kind"] == "script" for test in tests]
         job |= {"timeout_s": limits.timeout_s, "max_output_bytes": limits.max_output_bytes, "rlimits": limits.rlimits}
-        streams = {"stdin": DEVNULL, "stdout": PIPE}
-        streams["limit"] = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
-        files = contextlib.ExitStack()
-        passed = [memory_file(data, files) for data in (json.dumps(job).encode(), b"".join(lines))]
-        async with self._started("harness", passed, files, **streams) as process:
+        limit = 6 * limits.max_output_bytes + 4096  # JSON encodes a control character as 6 bytes
+        with contextlib.ExitStack() as opened:  # closes the first if there is no descriptor for the second
+            passed = [memory_file(data, opened) for data in (json.dumps(job).encode(), b"".join(lines))]
+            files = opened.pop_all()
+        async with self._started("harness", passed, files, stdin=DEVNULL, stdout=PIPE, limit=limit) as process:
             await _wait_until_ready(process)
             async with contextlib.aclosing(_outputs(process, len(tests), limits.timeout_s + REPLY_GRACE_S)) as outputs:
                 yield outputs
@@ -227,26 +227,26 @@ class Sandbox:
             await asyncio.shield(asyncio.ensure_future(_end(starting)))
 
     async def _start(self, module: str, passed: Sequence[int], files: contextlib.ExitStack, **streams: Any) -> Started:
-        info, info_write = os.pipe()
-        try:
-            with files:
-                files.callback(os.close, info_write)
-                filter_file = memory_file(filter_program(has_loopback=self._has_loopback), files)
-                process = await asyncio.create_subprocess_exec(
-                    *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
-                    *_python_call(module, *passed),
-                    stderr=PIPE,
-                    pass_fds=(*passed, filter_file, info_write),
-                    start_new_session=True,
-                    cwd="/",
-                    env={},
-                    **streams,
-                )
-            return process, await asyncio.to_thread(_first_process, info)
-        except OSError as error:
-            raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
-        finally:
-            os.close(info)
+        with contextlib.ExitStack() as ours:
+            try:
+                with files:
+                    info, info_write = os.pipe()
+                    ours.callback(os.close, info)
+                    files.callback(os.close, info_write)
+                    filter_file = memory_file(filter_program(has_loopback=self._has_loopback), files)
+                    process = await asyncio.create_subprocess_exec(
+                        *[*self._arguments, "--seccomp", str(filter_file), "--info-fd", str(info_write), "--"],
+                        *_python_call(module, *passed),
+                        stderr=PIPE,
+                        pass_fds=(*passed, filter_file, info_write),
+                        start_new_session=True,
+                        cwd="/",
+                        env={},
+                        **streams,
+                    )
+                return process, await asyncio.to_thread(_first_process, info)
+            except OSError as error:
+                raise ScoringError(FailureReason.ERROR, f"bwrap does not start: {error}") from error
 
     def _as_nobody(self) -> list[str]:
         """Returns a command prefix that drops root, because RLIMIT_NPROC does not limit root, even in user namespaces.

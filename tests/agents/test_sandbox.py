@@ -1,9 +1,13 @@
 """Tests agents that are commands: what they can reach, what is left of them, and what is collected."""
 
 import asyncio
+import errno
 import json
 import os
+import socket
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from services.common.config.environment import AgentEnvironmentConfig
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
 from services.reward.agents.base import Part
-from services.reward.errors import EnvironmentFailure, EpisodeError
+from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from tests.agents.harness import is_running, staged
 from tests.support import until
 
@@ -232,3 +236,31 @@ async def test_a_prompt_of_messages_is_filled_in_if_it_is_one_of_a_user():
     part = Part("e", 0, {"prompt": [system, user]}, "key", lambda _: asyncio.sleep(0), "")
     with pytest.raises(EpisodeError, match=r"system, user, .*LOCKSTEP_ROW"):
         await runner.run(part)
+
+
+@pytest.mark.parametrize("begin", [lambda sandbox: sandbox.start({}), lambda sandbox: sandbox.run("", [])])
+@pytest.mark.parametrize("num_free", range(5))
+async def test_a_start_without_descriptors_leaves_none_open(
+    begin: Callable[[command.AgentSandbox], AbstractAsyncContextManager[object]],
+    num_free: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = command.AgentSandbox(AgentEnvironmentConfig(kind="agent", command=["true"]))
+    await sandbox.open()
+    before, left = os.listdir("/proc/self/fd"), iter(range(num_free))
+
+    def limited(function):
+        def opens(*arguments: object):
+            if next(left, None) is None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return function(*arguments)
+
+        return opens
+
+    for owner, name in ((os, "pipe"), (os, "memfd_create"), (socket, "socketpair")):
+        monkeypatch.setattr(owner, name, limited(getattr(owner, name)))
+    with pytest.raises((OSError, EpisodeError, ScoringError), match="Too many open files"):
+        async with begin(sandbox):
+            pass
+    assert os.listdir("/proc/self/fd") == before
+    sandbox.close()

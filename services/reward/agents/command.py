@@ -158,16 +158,11 @@ class AgentSandbox(Sandbox):
         """
         rlimits = {**self._limits.rlimits, "RLIMIT_NOFILE": 1024}
         del rlimits["RLIMIT_CPU"]
-        files = contextlib.ExitStack()
-        result_end, result_write = os.pipe()
-        result = os.fdopen(result_end, "rb")
-        files.callback(os.close, result_write)
-        line, line_inside = socket.socketpair()
-        files.enter_context(line_inside)
-        job_file = memory_file(json.dumps({**job, "rlimits": rlimits}).encode(), files)
-        passed = job_file, result_write, line_inside.fileno()
         try:
-            async with self._started("agent", passed, files, stdin=PIPE, stdout=DEVNULL) as process:
+            async with (
+                _opened({**job, "rlimits": rlimits}) as (result, line, passed, files),
+                self._started("agent", passed, files, stdin=PIPE, stdout=DEVNULL) as process,
+            ):
                 assert process.stdin and process.stderr, "they are pipes"
                 listening = await asyncio.to_thread(_receive_socket, line)
                 if listening is None:
@@ -182,9 +177,25 @@ class AgentSandbox(Sandbox):
                     await asyncio.gather(reading, return_exceptions=True)
         except ScoringError as error:
             raise EpisodeError(EnvironmentFailure.CRASHED, error.detail) from error
-        finally:
-            result.close()
-            line.close()
+
+
+@contextlib.asynccontextmanager
+async def _opened(
+    job: Mapping[str, object],
+) -> AsyncIterator[tuple[BinaryIO, socket.socket, Sequence[int], contextlib.ExitStack]]:
+    """Yields this process's ends of a pipe and a line to a sandbox, its descriptors, and what closes these here.
+
+    If there are too few descriptors, none stays open.
+    """
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as files:
+        result_end, result_write = os.pipe()
+        result = ours.enter_context(os.fdopen(result_end, "rb"))
+        files.callback(os.close, result_write)
+        line, line_inside = socket.socketpair()
+        ours.enter_context(line)
+        files.enter_context(line_inside)
+        job_file = memory_file(json.dumps(job).encode(), files)
+        yield result, line, (job_file, result_write, line_inside.fileno()), files.pop_all()
 
 
 def _receive_socket(line: socket.socket) -> socket.socket | None:
