@@ -192,6 +192,23 @@ async def test_a_disk_that_is_full_for_the_last_files_is_named_too(saver: Deploy
         assert checkpoint.verify(Path(request.path)).version == 1
 
 
+async def test_an_export_whose_model_is_gone_is_refused_and_the_trainer_goes_on(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    shutil.copytree(deployment.models / "untied", tmp_path / "model")
+    models, deployment.models = deployment.models, tmp_path
+    try:
+        await deployment.open("model")
+    finally:
+        deployment.models = models
+    (tmp_path / "model" / "config.json").rename(tmp_path / "config.json")
+    request = pb.ExportHuggingFaceRequest(path=str(tmp_path / "out"))
+    with raises(NotFound, field="model"):
+        await deployment.call(TrainerService.ExportHuggingFace, request)
+    (tmp_path / "config.json").rename(tmp_path / "model" / "config.json")
+    await deployment.call(TrainerService.ExportHuggingFace, request)
+
+
 async def test_a_repeated_export_is_answered(trainer: Deployment, tmp_path: Path) -> None:
     request = pb.ExportHuggingFaceRequest(path=str(tmp_path / "out"))
     answer = await trainer.call(TrainerService.ExportHuggingFace, request)

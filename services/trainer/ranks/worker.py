@@ -20,9 +20,9 @@ from services.common.batches import batch as batches
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.load import parse_json
 from services.common.config.trainer import CriticSettings, TrainerConfig
-from services.common.errors import PreconditionFailed, Reason
+from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.common.files.model_card import read_model_card, write_model_card
-from services.common.files.storage import storage_error, writing
+from services.common.files.storage import writing
 from services.common.json_values import JsonObject
 from services.common.rpc.progress import PROGRESS
 from services.common.weights.buckets import Items
@@ -291,17 +291,18 @@ class Worker(MemoryCommands):
             _exhaust(itertools.chain(weights, adapter))
             return Message({})
         final = Path(path)
-        partial = checkpoint.staging(final)
         try:
-            card = exports.served_card(read_model_card(self._model_path), files or {})
-            num_bytes = exports.export_hugging_face(weights, card, partial)
-            if lora.rank:
-                num_bytes += exports.export_adapter(adapter, lora, self._model_path, partial / "adapter")
-                write_model_card(exports.tokenizer_card(card), partial / "adapter")
-            checkpoint.finish_export(final)
-        except OSError as error:
+            with writing(final):
+                partial = checkpoint.staging(final)
+                card = exports.served_card(read_model_card(self._model_path), files or {})
+                num_bytes = exports.export_hugging_face(weights, card, partial)
+                if lora.rank:
+                    num_bytes += exports.export_adapter(adapter, lora, self._model_path, partial / "adapter")
+                    write_model_card(exports.tokenizer_card(card), partial / "adapter")
+                checkpoint.finish_export(final)
+        except LockstepError:
             _exhaust(itertools.chain(weights, adapter))  # the other ranks take part to the end
-            raise storage_error(final, error) from error
+            raise
         return Message({"num_bytes": num_bytes})
 
     def _microbatches(self, samples: pa.Table, sizes: Sequence[int]) -> list[Microbatch]:
