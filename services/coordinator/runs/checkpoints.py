@@ -296,7 +296,9 @@ class Checkpoints:
         if self._config.max_evaluations_to_keep is None:
             return
         newest_first = {row["file"]: row["version"] for row in reversed(self._ledger.all(Kind.EVAL_SAMPLES))}
-        kept = list(dict.fromkeys(newest_first.values()))[: self._config.max_evaluations_to_keep]
+        finished = self._ledger.last_finished() or 0  # of later steps are those that the run has left
+        kept = sorted(dict.fromkeys(newest_first.values()), key=lambda version: version > finished)
+        kept = kept[: self._config.max_evaluations_to_keep]
         files = (path for path in sorted(evaluation_path(self._run_dir, "").glob("*")) if path.name in newest_first)
         if old := [path for path in files if newest_first[path.name] not in kept]:
             await self._ledger.free()

@@ -18,6 +18,7 @@ from services.common.config.operation import CheckpointConfig
 from services.common.errors import InternalError, PreconditionFailed, Reason
 from services.coordinator.observe.reporters import JsonLines
 from services.coordinator.rl.step import Batch, update
+from services.coordinator.runs.checkpoints import Checkpoints
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
@@ -25,6 +26,7 @@ from tests.coordinator.fake_services import make_config
 from tests.support import raises, until
 
 DIRECTORIES = ("critic_checkpoints", "checkpoints")
+MANIFEST = b'{"state": {"version": 0}}'
 
 
 class FakeTrainer:
@@ -35,7 +37,7 @@ class FakeTrainer:
         self.saving: list[int] = []
         self.trained: list[int] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
-        self.is_elsewhere, self.manifest = False, b"{}"
+        self.is_elsewhere, self.manifest = False, MANIFEST
 
     async def save(self, path: str, version: int) -> str:
         self.saving.append(version)
@@ -45,7 +47,7 @@ class FakeTrainer:
         if not self.is_elsewhere:
             Path(path).mkdir(parents=True)
             Path(path, "manifest.json").write_bytes(self.manifest)
-        return hashlib.sha256(b"{}").hexdigest()
+        return hashlib.sha256(MANIFEST).hexdigest()
 
     async def train(
         self, batch: object, batch_id: str, stamp: PolicyStamp, *_: object, **drawn: object
@@ -118,6 +120,23 @@ async def test_of_a_critic_the_newest_is_kept_and_saved_before_the_policy(open_a
     assert recorded(run, Kind.SAVED_CRITIC) == ["step-000001", "step-000002", "step-000003"]
     kept = {name: sorted(path.name for path in (run.config.run_dir / name).iterdir()) for name in DIRECTORIES}
     assert kept == {"critic_checkpoints": ["step-000003"], "checkpoints": ["step-000002", "step-000003"]}
+
+
+async def test_evaluations_of_a_branch_that_is_left_are_deleted_first(tmp_path: Path) -> None:
+    ledger, trainer = Ledger(tmp_path / "ledger.sqlite"), FakeTrainer()
+    checkpoints = Checkpoints(tmp_path, ledger, CheckpointConfig(save_freq=1, max_evaluations_to_keep=2))
+    (tmp_path / "evaluations").mkdir()
+    for step in (2, 4, 6, 8, 5):  # it goes back from step 8 to step 4
+        if step == 5:
+            ledger.record(Kind.BEGUN, 4)
+        ledger.record(Kind.FINISHED, step, metrics={})
+        (tmp_path / "evaluations" / f"test-step-{step}").touch()
+        ledger.record(Kind.EVAL_SAMPLES, step, file=f"test-step-{step}", sha256="")
+    trainer.ends.put_nowait(None)
+    await checkpoints.begin([trainer], 5)
+    await checkpoints.finish()
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["test-step-4", "test-step-5"]
+    ledger.close()
 
 
 async def test_a_branch_that_is_left_keeps_policy_and_critic_by_one_name(open_again: Callable[[], Run]) -> None:
