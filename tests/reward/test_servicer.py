@@ -89,7 +89,7 @@ async def test_state_follows_the_run(client):
     assert (await open_run(client, exact)).scorer == (await open_run(client, exact)).scorer == "exact 2 x 1"
     during = await info()
     assert (during.state, during.run_id, during.incarnation) == ("open", "r", before.incarnation)
-    assert (await open_run(client, gsm8k)).scorer == "gsm8k 8 x 1"
+    assert (await open_run(client, gsm8k)).scorer == "gsm8k 9 x 1"
     assert (await info()).config_digest != during.config_digest
     assert (await open_run(client, exact, "other")).scorer == "exact 2 x 1"
     await client.call(

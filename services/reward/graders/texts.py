@@ -229,7 +229,7 @@ def match_format(*, completion: str, pattern: str, **_: object) -> float:
 def extract_score(*, text: str, pattern: str) -> float:
     """Returns the first group of the last match of `pattern` in `text`, as a number. `.` matches line breaks too.
 
-    A part of a number is no score: `(\\d)` would read 1 in 10, `(\\d+)` 7 in 7.5, `.*(\\d+)` 0 in 10.
+    A part of a number is no score: `(\\d)` would read 1 in 10, `(\\d+)` 7 in 7.5, in -7 and in 7,5, `.*(\\d+)` 0 in 10.
     """
     # The last match counts, because a judge reasons and quotes before it gives its verdict.
     last = max(re.finditer(pattern, text, re.DOTALL), key=re.Match.start, default=None)
@@ -239,8 +239,22 @@ def extract_score(*, text: str, pattern: str) -> float:
         score = float(last[1])
     except (TypeError, ValueError):
         raise ScoringError(FailureReason.ERROR, f"the judge's score {last[1]!r} is not a number") from None
-    begin, end = last.span(1)
-    if re.match(r"\.?\d", text[end : end + 2]) or re.search(r"\d\.?\Z", text[max(begin - 2, 0) : begin]):
+    if _is_part(text, *last.span(1), pattern):
         detail = f"score_pattern takes only {last[1]!r} of a longer number in the judge's answer {text[-200:]!r}"
         raise ScoringError(FailureReason.ERROR, detail)
     return score
+
+
+def _is_part(text: str, begin: int, end: int, pattern: str) -> bool:
+    """Returns whether the digits from `begin` to `end` are only a part of a number.
+
+    A sign or a comma that `pattern` has itself, or a comma in brackets, is left to it: `(\\d+),(\\d+)` reads a list.
+    """
+    before, after = text[max(begin - 6, 0) : begin], text[end : end + 2]
+    if re.match(r"\.?\d", after) or re.search(r"\d\.?\Z", before):
+        return True
+    if "-" not in pattern and re.search(r"(?:\A|\s)[-−]\Z", before):
+        return True
+    is_before = re.search(r"(?<![\d.,\[(])\d{1,3},\Z", before)
+    is_after = re.match(r",\d", after) and not before.endswith(("[", "("))
+    return "," not in pattern and bool(is_before or is_after)

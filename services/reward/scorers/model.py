@@ -71,7 +71,7 @@ class JudgeScorer(Scorer):
         )
         self._pool = FunctionPool(target, num_workers=1, timeout_s=reward.timeout_s)
         settings = config.model_dump_json(exclude=_NOT_IN_VERSION)
-        self.version = f"3/{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
+        self.version = f"4/{config.model}/{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
 
     async def open(self) -> None:
         await self._remote.open()

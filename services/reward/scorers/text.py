@@ -67,15 +67,15 @@ class FormatScorer(WorkerScorer):
 
 # A minus is a sign only if it cannot be part of a difference (5-3) or a range (3-5). What the first lines match is no
 # number of its own: an exponent, an index, a name such as CO2, a unit such as m2, month and day of a date, or a time
-# but for a full hour. R42, P42 and RM42 are money, and 1,80,000 is grouped as in India.
+# but for a full hour. R42, P42 and RM42 are money, $42k is 42,000, and 1,80,000 is grouped as in India.
 _NUMBER = re.compile(
     r"(?:(?:\^|(?<=[A-Za-z0-9)}])_(?!\d+_))\{?[-+−]?|(?<![A-Za-z0-9])(?!(?:R|P|RM)[0-9])[A-Z]{1,2}"
     r"|(?<![A-Za-z])[ckm]?m(?=[23]\b))[0-9]+(?:\.[0-9]+)?|(?:[0-9]{1,4}/){2}(?=[0-9])"
     r"|(?<![0-9:])[0-9]{1,2}:(?!00)[0-5][0-9](?![0-9])"
-    r"|(?P<sign>(?<![\w)])[-−])?\\?\$?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
+    r"|(?P<sign>(?<![\w)])[-−])?(?P<money>\\?\$)?(?:(?P<whole>[0-9]{1,30}) (?=[0-9]{1,30}/[0-9]))?"
     r"(?P<digits>(?:[0-9]{1,3}(?:[,\u00a0\u202f][0-9]{3})+(?![0-9])|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9])"
     r"|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z])\.[0-9]+)"
-    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|:00(?![0-9])"
+    r"(?:(?P<power>[eE][-+]?[0-9]{1,3})(?!\w)|:00(?![0-9])|(?P<thousands>(?(money)[kK](?!\w)|(?!)))"
     r"|/(?!(?:19|20)[0-9]{2}\b)(?P<below>0{0,9}[1-9][0-9]{0,30})(?![0-9/]))?"
 )
 
@@ -101,16 +101,17 @@ def _value(number: re.Match[str] | None) -> Decimal | Fraction | None:
         return None
     sign, digits = "-" if number["sign"] else "", re.sub("[,\u00a0\u202f]", "", number["digits"])
     # Fractions of thousands of digits, which only a hostile text has, would take seconds.
-    if not (number["power"] or number["below"] or number["whole"]) or len(number[0]) > 200:
+    power = "e3" if number["thousands"] else number["power"]
+    if not (power or number["below"] or number["whole"]) or len(number[0]) > 200:
         return Decimal(sign + digits)
-    part = Fraction(Decimal(digits)) * Fraction(Decimal(f"1{number['power'] or 'e0'}")) / int(number["below"] or 1)
+    part = Fraction(Decimal(digits)) * Fraction(Decimal(f"1{power or 'e0'}")) / int(number["below"] or 1)
     return int(f"{sign}1") * (int(number["whole"] or 0) + part)
 
 
 class Gsm8kScorer(Scorer):
     """Scores 1 if the final numbers are equal, else 0. The answer may be a bare number or a whole GSM8K solution."""
 
-    version = "8"
+    version = "9"
 
     def __init__(self, config: Gsm8kConfig, reward: RewardConfig):
         self._require_marker = config.require_marker

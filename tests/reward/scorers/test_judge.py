@@ -52,7 +52,7 @@ async def test_the_request_has_the_texts_as_they_are_and_the_answers_number_is_s
     message = {"role": "user", "content": content + 'Reply with {"score": N}.'}
     assert end.bodies == [{"model": "judge-1", "messages": [message], "temperature": 0.5, "max_tokens": 9, **more}]
     assert "Authorization" not in end.headers[0]
-    assert described.startswith("judge 3/judge-1/")
+    assert described.startswith("judge 4/judge-1/")
 
 
 async def test_the_version_follows_what_decides_the_score(open_run):
@@ -147,13 +147,25 @@ async def test_an_answer_that_was_cut_off_has_no_score(open_run, make_item, paus
 
 @pytest.mark.parametrize(
     ("pattern", "said"),
-    [(r"Score: (\d)", "Score: 10"), (r"Score: (\d+)", "Score: 7.5"), (r".*(\d+)", "10"), (r"(\d+)/10", "8.5/10")],
+    [
+        *[(r"Score: (\d)", "Score: 10"), (r"Score: (\d+)", "Score: 7.5"), (r".*(\d+)", "10"), (r"(\d+)/10", "8.5/10")],
+        *[(r"Score: (\d+)", "Score: 8,5"), (r"(\d+)", "Score: 8,5"), (r"(\d+)", "Score: -8"), (r".*(\d)", "-8")],
+    ],
 )
 async def test_a_part_of_a_number_is_no_score(open_run, make_item, pauses, pattern, said):
     replies = in_turn(chat(said), chat("Score: 7. Or: 7/10. 1, 2: 7"))
     async with served(replies) as end, open_run(judge(end.url, score_pattern=pattern)) as run:
         assert (await run.score([make_item("a")]))[0].reward == 7.0
     assert len(end.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [(r"(\d+)\]", "[8,7]"), (r"\[(\d+)", "[7,8]"), (r"(\d+),\d", "7,8"), (r"(\d+)", "1-7"), (r"- (\d+)", "- 7")],
+)
+async def test_a_mark_that_separates_numbers_is_no_part_of_them(open_run, make_item, pattern, said):
+    async with served(in_turn(chat(said))) as end, open_run(judge(end.url, score_pattern=pattern)) as run:
+        assert (await run.score([make_item("a")]))[0].reward == 7.0
 
 
 @pytest.mark.parametrize(

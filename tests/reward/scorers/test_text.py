@@ -179,6 +179,11 @@ async def test_answers_that_accept_nothing_are_no_score(open_run, make_item, ans
         ("It costs Rs.0.50.", "0.5", 1),
         ("#### 2\u00bd", "2.5", 1),
         ("#### 2", "2\u00bd", 0),
+        ("It sells for $72k.", "72000", 1),
+        (r"#### -\$1.5K a year", "-1500", 1),
+        ("#### $72k", "72", 0),
+        ("#### $72kg", "72", 1),
+        ("a ring of 14k", "14", 1),
     ],
 )
 async def test_gsm8k(open_run, make_item, completion, answer, expected):
