@@ -243,12 +243,12 @@ async def test_an_answer_that_is_delivered_late_ends_no_later_call():
         asked.append(call.number)
         return CallAnswer(call=call.number)
 
-    line, request, key = Line(ask, "key", 64), Request({}), ("/v1/chat/completions", "body")
-    first, retried = await asyncio.gather(line.answer(request, key), line.answer(request, key))
+    line, request = Line(ask, "key", 64), (Request({}), ("/v1/chat/completions", "body"), lambda: True)
+    first, retried = await asyncio.gather(line.answer(*request), line.answer(*request))
     line.delivered(first)
-    second = await line.answer(request, key)
+    second = await line.answer(*request)
     line.delivered(retried)
-    assert await line.answer(request, key) is second and asked == [0, 1]
+    assert await line.answer(*request) is second and asked == [0, 1]
 
 
 async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: pytest.LogCaptureFixture):

@@ -71,7 +71,7 @@ def test_the_calls_of_an_agent_are_shown_as_a_run_would_read_them(model: Path) -
     assert calls == [
         *("--- call 0 begins a segment", "--- call 1 continues call 0", "--- call 2 continues call 1"),
         *(f"--- call {number} begins a segment" for number in (3, 4, 5, 6)),
-        "--- exit code 0; 7 calls in 5 segments",
+        "--- 7 calls in 5 segments",
     ]
     assert lines[2:7] == [
         "[user] two",

@@ -208,9 +208,10 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
         console.print("a call was refused at a limit, so a run scores the episode as it is")
     num_calls = sum(len(path.calls) - path.num_repeated for path in paths)
     segments = ", ".join(str([call.number for call in path.calls]) for path in paths)
-    console.print(
-        f"--- exit code {end.exit_code}; {counted(num_calls, 'call')} in {counted(len(paths), 'segment')}: {segments}"
-    )
+    environment = model.config.environment
+    is_program = environment is not None and environment.kind == "agent" and environment.command
+    ended = f"exit code {end.exit_code}; " if is_program else ""
+    console.print(f"--- {ended}{counted(num_calls, 'call')} in {counted(len(paths), 'segment')}: {segments}")
     if end.num_refused:
         refused = f"{counted(end.num_refused, 'request')} refused by the endpoint, the last because: {end.refusal}"
         console.print(refused, soft_wrap=True)

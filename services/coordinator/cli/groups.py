@@ -107,7 +107,7 @@ def try_environment(
 ) -> None:
     """Play one row: show the messages, take the policy's turns from you, and show replies, rewards and the end.
 
-    The exit code is 1 if the environment fails.
+    The scorers of the run are not asked. The exit code is 1 if the environment fails.
     """
     from services.common.config.load import load
     from services.common.config.run import Config

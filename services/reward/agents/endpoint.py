@@ -116,7 +116,7 @@ class Line:
             self._num_bytes -= size
 
     async def answer(
-        self, asked_for: Request, key: Key, is_open: Callable[[], bool] = lambda: True, *, is_first: bool = False
+        self, asked_for: Request, key: Key, is_open: Callable[[], bool], *, is_first: bool = False
     ) -> CallAnswer:
         """Returns the answer to a request, and keeps it for retries until `delivered`. Raises Refusal.
 
