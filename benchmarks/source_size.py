@@ -3,9 +3,11 @@
 Run `python -m benchmarks.source_size [ROOT]`; it prints a table in Markdown. ROOT is a checkout, by default this one.
 """
 
+import argparse
 import ast
 import io
 import re
+import signal
 import sys
 import tokenize
 from collections import defaultdict
@@ -76,6 +78,15 @@ def _row(name: str, sizes: Sequence[Size]) -> str:
     return f"| {name} | {len(sizes)} | {lines} | {middle} | {imports:.1f} % | {num_any} | {comments:.1f} % |"
 
 
-if __name__ == "__main__":
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", metavar="ROOT", nargs="?", type=Path, default=Path(__file__).parents[1])
+    root: Path = parser.parse_args().root
+    if not (root / "services").is_dir():
+        parser.error(f"{root} has no services/: give a checkout")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.stdout.write("\n".join(table(root / "services")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

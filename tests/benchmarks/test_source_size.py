@@ -1,5 +1,7 @@
 """Tests what the table of the source's size counts."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.source_size import Size, size_of, table
@@ -33,3 +35,11 @@ def test_the_table_has_a_row_for_each_folder(tmp_path: Path) -> None:
         ("**all**", "4", "40"),
     ]
     assert cells[-1][3:] == ["10", "30.0 %", "8", "10.0 %"]
+
+
+def test_the_command_has_a_help_and_ends_quietly_when_nobody_reads() -> None:
+    command = f"{sys.executable} -m benchmarks.source_size"
+    shown = subprocess.run(f"{command} --help", shell=True, capture_output=True, text=True)
+    assert shown.returncode == 0 and "ROOT is a checkout" in shown.stdout
+    closed = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
