@@ -27,6 +27,8 @@ from tests.trainer.losses.test_split import KINDS, MEANS
 
 TURNS = [[11, 12], [13], [14, 15, 16], [17], [18, 19], [20], [21, 22]]
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 0.5, 0.5]]  # of the samples of two groups
+# What kinds of advantage read, where it is not left out.
+READ = {"gae": {"gamma": 0.9}, "per_turn": {"gamma": 0.9}, "gdpo": {"components": {"correct": 1.0}}}
 
 
 def episode(group: int, sample: int, num_segments: int) -> list[dict[str, Any]]:
@@ -56,7 +58,8 @@ def episode(group: int, sample: int, num_segments: int) -> list[dict[str, Any]]:
                     "teacher_logprobs": [0.7 * one for one in logprobs],
                 },
                 **{"values": [0.01 * token for token in tokens]},
-                **{"reward": REWARDS[group][sample], "components": [], "baseline": 0.3, "finish_reason": "stop"},
+                **{"reward": REWARDS[group][sample], "components": [("correct", REWARDS[group][sample])]},
+                **{"baseline": 0.3, "finish_reason": "stop"},
                 **{"policy_version": 0, "policy_digest": "d", "scorer": "s", "environment": "agent 1"},
                 **{"turn_begins": begins, "turn_ends": ends, "turn_rewards": [0.0] * len(begins)},
             }
@@ -84,7 +87,7 @@ def per_trained_token(table: pa.Table, values: list[list[float]]) -> list[float]
 @pytest.mark.parametrize("whitening", ["none", "batch", "group"])
 def test_advantages_do_not_depend_on_the_split(kind: str, whitening: str):
     whitening = "none" if kind == "distill" else whitening
-    config = AdvantageConfig(kind=kind, whiten=whitening, **({"gamma": 0.9} if kind in ("gae", "per_turn") else {}))
+    config = AdvantageConfig(kind=kind, whiten=whitening, **READ.get(kind, {}))
     whole, *splits = (compute_advantages(batch(number), config) for number in (1, 2, 7))
     expected = per_trained_token(whole, whole["advantages"].to_pylist())
     for split in splits:
@@ -157,8 +160,7 @@ def gradient(table: pa.Table, config: LossConfig) -> torch.Tensor:
 
 
 ADVANTAGES = [
-    *({"kind": kind} for kind in sorted(ESTIMATORS.keys() - {"python", "gae", "per_turn"})),
-    *({"kind": kind, "gamma": 0.9} for kind in ("gae", "per_turn")),
+    *({"kind": kind, **READ.get(kind, {})} for kind in sorted(ESTIMATORS.keys() - {"python"})),
     {"kind": "grpo", "whiten": "batch"},
 ]
 LOSSES = [kind for kind in KINDS if kind["kind"] != "gspo"]
