@@ -90,6 +90,7 @@ def undisturbed(base: Path, killed: Path, trainer: str) -> Path:
 
 
 def test_it_learns(undisturbed: Path) -> None:
+    assert "training from " in (undisturbed / "runs" / "run" / "logs" / "coordinator.log").read_text()
     lines = numbers(undisturbed)
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(losses) == NUM_STEPS

@@ -4,6 +4,7 @@ Order and resumption are as exact as in RL: a batch names the version that it is
 to that version.
 """
 
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
 from services.coordinator.sft.rows import Example, SftDataset, SftFile, digest_of, to_table
 from services.coordinator.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,9 @@ async def _run_once(sessions: Sessions[SftConfig], console: Console, data: SftDa
             if data is None:
                 data = load_from_card(config, trainer.opened.model_card, _load)
                 use_rows(run, data)
-            console.print(run.describe_start(version, trainer.opened.version), soft_wrap=True, highlight=False)
+            start = run.describe_start(version, trainer.opened.version)
+            console.print(start, soft_wrap=True, highlight=False)
+            log.info(start)  # the terminal may be gone when it is needed
             run.begin(version, [*files(run, version), Lines(console, run.num_steps)])
             stop_on_signal(run, console)
             await train(run, data, trainer)
