@@ -1,6 +1,7 @@
 """Reads Parquet files with errors that name the file, and writes them atomically."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +21,7 @@ def read_table(path: Path, *, field: str) -> pa.Table:
 
     Raises:
         NotFound: The file does not exist.
-        InvalidInput: The path is a directory, or the file is not a Parquet file.
+        InvalidInput: The path is a directory or a pipe, or the file is not a Parquet file.
     """
     if path.is_dir():
         names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
@@ -31,6 +32,8 @@ def read_table(path: Path, *, field: str) -> pa.Table:
             listed = ", and Arrow files are not read: write one Parquet file with Dataset.to_parquet(FILE)"
         raise InvalidInput(f"{field}: {path} is a directory{listed}", field=field)
     if not path.is_file():
+        if path.exists():
+            raise InvalidInput(f"{field}: {path} is not a regular file: write its rows to one", field=field)
         is_id = len(path.parts) == 2 and not (path.suffix or path.is_absolute() or path.parent.exists())
         hub = f"; if it is a data set on the Hub, write hf://datasets/{path}" if is_id else ""
         raise NotFound(f"{field}: {path} does not exist{hub}", field=field)
@@ -69,14 +72,30 @@ class _Columns(dict[str, list[object]]):
     def __init__(self, batch: pa.RecordBatch):
         super().__init__()
         self.batch = batch
+        self.times = Counter(batch.schema.names)
+        """Name -> number of columns that have it. The schema makes a new list of its names whenever it is asked."""
 
     def __missing__(self, name: str) -> list[object]:
-        if self.batch.schema.names.count(name) > 1:
+        if self.times[name] > 1:
             values: list[object] = [Unusable("the values of several columns of this name")] * self.batch.num_rows
         else:
-            values = [_without_nulls(value) for value in self.batch.column(name).to_pylist()]
+            values = [_without_nulls(value) for value in _values(self.batch.column(name))]
         self[name] = values
         return values
+
+
+def _values(column: pa.Array) -> list[object]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # pyarrow does not check text that it reads
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: pa.Scalar) -> object:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return Unusable("text that is not UTF-8")
 
 
 class _Row(Record):
@@ -87,10 +106,13 @@ class _Row(Record):
         return self._columns[name][self._number]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._columns.batch.schema.names)
+        return iter(self._columns.times)
 
     def __len__(self) -> int:
-        return len(self._columns.batch.schema)
+        return len(self._columns.times)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.times
 
 
 def _without_nulls(value: object) -> object:

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import math
+import os
 import sys
 import zlib
 from array import array
@@ -247,7 +248,9 @@ def warn_of_shared_files(train: Sequence[Path], held_out: Mapping[str, Path]) ->
 
 def _identities(path: Path, field: str) -> list[Path]:
     """Returns the files that a path names; those of the Hub as they are named, because asking it takes a while."""
-    return [path] if str(path).startswith("hf:") else [file.resolve() for file in files_of(path, field=field)]
+    if str(path).startswith("hf:"):
+        return [path]
+    return [Path(os.path.realpath(file)) for file in files_of(path, field=field)]  # Path.resolve fails on a loop
 
 
 def read_rows(path: Path, *, field: str, max_rows: int | None = None) -> Rows:

@@ -3,6 +3,9 @@
 import errno
 import gzip
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.common.config.data import DataConfig
-from services.common.errors import InvalidInput, NotFound
+from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading.sources import read_rows
 from services.coordinator.text.tokenizer import Tokenizer
@@ -114,6 +117,39 @@ def test_a_file_that_is_missing_or_may_not_be_read_is_named(tmp_path: Path, monk
     monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
     with pytest.raises(InvalidInput, match=r"data.train: .*mine.jsonl cannot be read: Permission denied"):
         read_rows(tmp_path / "mine.jsonl", field="data.train")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(os.mkfifo, "is not a regular file"), (lambda path: path.symlink_to(path.name), "cannot be read|does not exist")],
+)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_a_pipe_or_a_link_to_itself_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, make: Callable[[Path], Any], problem: str, name: str
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(LockstepError, match=rf"data\.train: .*{name} ({problem})"):
+        load(tmp_path / name, tokenizer)
+
+
+def test_text_of_parquet_that_is_not_utf8_is_a_bad_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """pyarrow reads the bytes of a column of text without a look at them."""
+    ends = pa.array([0, 1, 2], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"a\xff")])
+    for name in ("prompt", "answer", "x"):
+        table = pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "x": ["", ""]} | {name: texts})
+        pq.write_table(table, tmp_path / "x.parquet")
+        with pytest.raises(InvalidInput, match=r"1 of 2 rows .* row 2: .*text that is not UTF-8"):
+            load(tmp_path / "x.parquet", tokenizer)
+
+
+def test_a_row_of_thousands_of_columns_is_read_within_seconds(tmp_path: Path) -> None:
+    """The names of all columns were listed for each of them, which took four times as long for twice as many."""
+    names = [f"c{index}" for index in range(8000)]
+    pq.write_table(pa.table({name: [1] for name in names}), tmp_path / "x.parquet")
+    begin = time.process_time()
+    assert rows_of(tmp_path / "x.parquet") == [dict.fromkeys(names, 1)]
+    assert time.process_time() - begin < 4
 
 
 READING = """
