@@ -48,7 +48,7 @@ _HAS_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _COUNTS = (*_LAYERS, *_EXPERTS, "num_labels")
-_MOST = 4096
+_MOST, _MOST_LABELS = 4096, 100_000
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
 # Keys of a composite config that are true of its text part, too.
@@ -64,8 +64,9 @@ def require_counts(content: JsonObject, source: str) -> None:
     for part in (content, *(cast(JsonObject, part) for part in content.values() if isinstance(part, dict))):
         for key in _COUNTS:
             value = part.get(key)
-            if isinstance(value, int | float) and value > _MOST:
-                raise InvalidInput(f"model: {source}: {key} {value!r} is more than {_MOST}", field="model")
+            most = _MOST_LABELS if key == "num_labels" else _MOST
+            if isinstance(value, int | float) and value > most:
+                raise InvalidInput(f"model: {source}: {key} {value!r} is more than {most}", field="model")
 
 
 def text_of(content: JsonObject) -> JsonObject:

@@ -49,7 +49,7 @@ ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}  # as in Hunyuan-7B-
         ({"model_type": "qwen3", "transformers_weights": "other.safetensors"}, BOTH, "transformers_weights"),
         ({"model_type": "qwen3_moe", "num_experts": 10**9}, BOTH, "num_experts 1000000000 is more than 4096"),
         ({"model_type": "bloom", "n_layer": 10**7}, BOTH, "n_layer 10000000 is more than 4096"),
-        ({"model_type": "qwen3", "num_labels": 10**9}, BOTH, "num_labels 1000000000 is more than 4096"),
+        ({"model_type": "qwen3", "num_labels": 10**9}, BOTH, "num_labels 1000000000 is more than 100000"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**8}}, BOTH, "layers 100000000 is more than"),
         ({"model_type": "gemma3", "vision_config": {"depth": float("inf")}}, BOTH, "depth inf is more than 4096"),
         ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40.0}}, (), ""),
