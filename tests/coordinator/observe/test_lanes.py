@@ -1,6 +1,7 @@
-"""Tests the lanes of a step, in the report and as text."""
+"""Tests what a report draws of a step: its lanes, in the report and as text, and rewards by column."""
 
 from benchmarks.loop import drawing
+from services.coordinator.observe.report import curves
 from services.coordinator.observe.report.page import lanes
 
 STEP = {
@@ -35,3 +36,18 @@ def test_lanes_as_text() -> None:
         f" generate {'#' * 22:<44} busy 4.0 s, idle 6.0 s",
         f"    train {' ' * 11 + '#' * 29:<44} busy 5.0 s, idle 5.0 s",
     ]
+
+
+def test_rewards_by_column_are_a_plot() -> None:
+    rows = [
+        {"step": 0, "eval/test/reward[task=sum]": 0.25},
+        {"step": 1, "time/step_s": 1.0, "reward[task=sum]": 0.5, "reward[task=carry]": 0.0},
+        {"step": 2, "time/step_s": 1.0, "reward[task=sum]": 0.75, "eval/test/reward[task=sum]": 1.0},
+    ]
+    (plot,) = curves.panels(rows)
+    assert plot["title"] == "Reward by column"
+    assert {one["name"]: (one["x"], one["y"]) for one in plot["series"]} == {
+        "task=carry": ([1], [0.0]),
+        "task=sum": ([1, 2], [0.5, 0.75]),
+        "test task=sum": ([0, 2], [0.25, 1.0]),
+    }

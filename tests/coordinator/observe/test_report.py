@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 from contextlib import closing
@@ -277,6 +278,21 @@ def test_what_a_run_has_lost_is_named_and_the_rest_is_shown(run_dir: Path, tmp_p
     assert "step 3" in write_report(moved).read_text(encoding="utf-8")
 
 
+def test_a_run_of_another_user_neither_hangs_the_command_nor_has_it_overwrite_a_file(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    moved, mine = Path(shutil.copytree(run_dir, tmp_path / "run")), tmp_path / "mine"
+    for pipe in ("logs/x.log", "batches/step-000009.parquet", "evaluations/test-step-000009.parquet"):
+        os.mkfifo(moved / pipe)
+    mine.write_text("mine")
+    (moved / "report.html").unlink(missing_ok=True)
+    (moved / "report.html").symlink_to(mine)
+    with pytest.raises(InvalidInput, match=r"report\.html is not a regular file: remove it, or name another .* --out"):
+        write_report(moved)
+    write_report(moved, tmp_path / "report.html")
+    assert mine.read_text() == "mine"
+
+
 def test_a_run_of_numbers_that_are_not_finite_is_shown(run_dir: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run_dir, tmp_path / "run"))
     rows = [sample(group, 0, 0, reward=float(("nan", "inf", "-inf")[group % 3])) for group in range(24)]
@@ -375,18 +391,3 @@ def test_a_browser_draws_it_without_errors(run_dir: Path, tmp_path: Path) -> Non
     assert "<title>run" in done.stdout  # and not owned
     failures = done.stdout.partition('<table id="failures">')[2].partition("</table>")[0]
     assert "STALE_STAMP" in failures and "old &lt;b&gt;" in failures
-
-
-def test_rewards_by_column_are_a_plot() -> None:
-    rows = [
-        {"step": 0, "eval/test/reward[task=sum]": 0.25},
-        {"step": 1, "time/step_s": 1.0, "reward[task=sum]": 0.5, "reward[task=carry]": 0.0},
-        {"step": 2, "time/step_s": 1.0, "reward[task=sum]": 0.75, "eval/test/reward[task=sum]": 1.0},
-    ]
-    (plot,) = curves.panels(rows)
-    assert plot["title"] == "Reward by column"
-    assert {one["name"]: (one["x"], one["y"]) for one in plot["series"]} == {
-        "task=carry": ([1], [0.0]),
-        "task=sum": ([1, 2], [0.5, 0.75]),
-        "test task=sum": ([0, 2], [0.25, 1.0]),
-    }

@@ -67,7 +67,7 @@ def failures(run_dir: Path, steps: Sequence[Row]) -> list[Failure]:
 
 
 def _logged(run_dir: Path) -> Iterator[Failure]:
-    for path in sorted((run_dir / "logs").glob("*.log")):
+    for path in sorted(path for path in (run_dir / "logs").glob("*.log") if path.is_file()):  # no pipe, which may hang
         # A killed process may have cut a character.
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from filter(None, (_failure(path.stem, *_read(line)) for line in lines))
@@ -139,7 +139,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
     Raises:
         NotFound: `run_dir` holds no run, or the directory of `out` does not exist.
-        InvalidInput: `out` is a directory.
+        InvalidInput: `out` is a directory; or there is no `out`, and report.html is a link or no regular file.
         DataLoss: The ledger is damaged.
     """
     path = out or run_dir / "report.html"
@@ -147,6 +147,9 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         raise NotFound(f"--out: {out.parent} does not exist", field="out")
     if path.is_dir():
         raise InvalidInput(f"--out: {path} is a directory; name a file, such as {path / 'report.html'}", field="out")
+    if not out and (path.is_symlink() or (path.exists() and not path.is_file())):
+        # Through a link, the owner of the run could have any file of this user overwritten.
+        raise InvalidInput(f"{path} is not a regular file: remove it, or name another file with --out", field="out")
     write_whole(path, render(gather(run_dir)))
     return path
 

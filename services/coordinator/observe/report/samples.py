@@ -55,7 +55,7 @@ def sources(run_dir: Path) -> list[Source]:
     """Returns all files of samples, ordered by step. The batch sampled from version v belongs to step v + 1."""
     found = []
     for path in (*(run_dir / "batches").glob("*.parquet"), *(run_dir / "evaluations").glob("*.parquet")):
-        if name := _NAME.fullmatch(path.name):
+        if (name := _NAME.fullmatch(path.name)) and path.is_file():  # no pipe, which would hang
             held_out = name["set"] or ""
             found.append(Source(path, int(name["version"]) + (not held_out), held_out))
     return sorted(found, key=lambda source: (source.step, source.held_out))
