@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired, run
@@ -155,17 +155,23 @@ def train(options: argparse.Namespace) -> None:
     GRPOTrainer(model=options.shape, **parts, **adapters(options.lora_rank)).train()
 
 
-def main() -> None:
-    """Makes the model, runs every setting, and saves the result. With `--train` it is the process of one setting."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+def make_parser(prog: str, settings: Iterable[str]) -> argparse.ArgumentParser:
+    """Returns a parser of what the benchmark of every peer takes; `settings` are the names of its settings."""
+    parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("name")
     parser.add_argument("shape")
-    parser.add_argument("--setting", action="append", choices=SETTINGS)
+    parser.add_argument("--setting", action="append", choices=settings)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--shorter-by", type=int, default=4, help="divide the lengths of the fixture by this")
+    add_options(parser)
+    return parser
+
+
+def main() -> None:
+    """Makes the model, runs every setting, and saves the result. With `--train` it is the process of one setting."""
+    parser = make_parser("python -m benchmarks.peers", SETTINGS)
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    add_options(parser)
     options = parser.parse_args()
     if options.train:
         train(options)

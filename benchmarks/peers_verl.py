@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from benchmarks.lengths import MAX_TOKENS, PROMPT_TOKENS
-from benchmarks.random_model import add_options, make_random_model
+from benchmarks.peers import make_parser
+from benchmarks.random_model import make_random_model
 from benchmarks.report import keep
 
 _BYPASS = "algorithm.rollout_correction.bypass_mode=true"
@@ -159,14 +160,9 @@ def train(setting: str, told: list[str], out: Path, site: Path) -> Mapping[str, 
 
 def main() -> None:
     """Makes the model, runs every setting, and saves the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_verl")
-    parser.add_argument("name")
-    parser.add_argument("shape")
-    parser.add_argument("--setting", action="append", choices=SETTINGS)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--shorter-by", type=int, default=4, help="divide the lengths of the fixture by this")
+    parser = make_parser("python -m benchmarks.peers_verl", SETTINGS)
+    parser.set_defaults(steps=6)
     parser.add_argument("--site", type=Path, required=True, help="directory in which verl is installed")
-    add_options(parser)
     options = parser.parse_args()
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:

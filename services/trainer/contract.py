@@ -19,8 +19,6 @@ from services.common.config.checkpoint import tensor_settings
 from services.common.config.rollout import MIN_TEMPERATURE
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.families.architecture import read_content
-from services.common.families.supported import require_counts
 from services.common.files.model_card import model_digests, vocab_size_of
 from services.common.weights.plan import require_stamp
 from services.trainer.backend import Part, Role
@@ -133,7 +131,6 @@ def role_of(number: int, *, is_trained: bool = False) -> Role:
 
 def made_with(config: TrainerConfig, model_path: Path, card: ModelCard) -> dict[str, Any]:
     """Returns what must be equal for a checkpoint's tensors to be the same model (TrainState.made_with)."""
-    require_counts(read_content(model_path), f"{model_path}/config.json")
     weights = {"model": sampled_sha256(model_path)} if config.lora.rank else {}
     return tensor_settings(config) | weights | model_digests(card)
 

@@ -4,6 +4,7 @@ flash-attn 2.8 has no wheel for torch 2.11, and compiling it takes longer than t
 functions below and passes no more than these arguments to a causal model without windows.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 -- the signature of flash-attn
     **others: Any,
 ) -> torch.Tensor:
     """Returns the attention of packed sequences; `q`, `k` and `v` are [tokens, heads, head_dim]."""
-    if any(value not in (None, False, 0.0, (-1, -1)) for value in others.values()):
-        raise NotImplementedError(f"torch's kernel is called without {others}")
+    _require_unset(others)
     return torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -52,11 +52,15 @@ def flash_attn_func(
     **others: Any,
 ) -> torch.Tensor:
     """Returns the attention of sequences of one length; `q`, `k` and `v` are [B, T, heads, head_dim]."""
-    if any(value not in (None, False, 0.0, (-1, -1)) for value in others.values()):
-        raise NotImplementedError(f"torch's kernel is called without {others}")
+    _require_unset(others)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, causal, False, scale=softmax_scale
     )[0]
+
+
+def _require_unset(others: Mapping[str, Any]) -> None:
+    if any(value not in (None, False, 0.0, (-1, -1)) for value in others.values()):
+        raise NotImplementedError(f"torch's kernel is called without {others}")
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> torch.Tensor:

@@ -6,9 +6,11 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import cast
 
 from services.common.errors import InvalidInput
+from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES, Family
 from services.common.json_values import JsonObject
 
@@ -67,6 +69,11 @@ def require_counts(content: JsonObject, source: str) -> None:
             most = _MOST_LABELS if key == "num_labels" else _MOST
             if isinstance(value, int | float) and value > most:
                 raise InvalidInput(f"model: {source}: {key} {value!r} is more than {most}", field="model")
+
+
+def check_counts(model_path: str | Path) -> None:
+    """Checks the config.json of a model's directory like `require_counts`, before transformers makes a config of it."""
+    require_counts(read_content(model_path), f"{model_path}/config.json")
 
 
 def text_of(content: JsonObject) -> JsonObject:

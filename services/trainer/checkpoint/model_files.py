@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
-from services.common.families.architecture import read_content
-from services.common.families.supported import require_counts
+from services.common.families.supported import check_counts
 from services.common.files.model_card import INDEX, read_weight_map, shard_names
 from services.common.files.storage import is_there
 
@@ -140,7 +139,7 @@ def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], directory: str) 
 
 
 def load_config(model_path: str) -> PretrainedConfig:
-    require_counts(read_content(model_path), f"{model_path}/config.json")
+    check_counts(model_path)
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its classes of configs check values by many kinds of errors, and read nothing else

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -82,15 +84,22 @@ async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: 
         assert reward.process.pid != second
 
 
-async def test_forks_that_begin_again_run_before_they_are_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def forked_trainer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fleet, Child]]:
+    """Yields a fleet whose only child is forked and runs."""
     monkeypatch.setattr(launching, "FORKABLE", (TOY,))
-    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], tmp_path / "log")
+    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], directory / "log")
     with Forks() as forks:
         fleet = Fleet(Addresses(), [child], forks)
         await fleet.start()
         await child.starting
+        yield fleet, child
+
+
+async def test_forks_that_begin_again_run_before_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with forked_trainer(tmp_path, monkeypatch) as (fleet, child):
         first = child.process.pid
         await fleet.start_again((), keeps_trainers=False, timeout_s=PATIENCE_S)
         assert child.is_running and child.process.pid != first
@@ -100,12 +109,7 @@ async def test_forks_that_begin_again_run_before_they_are_called(
 async def test_imports_that_hang_are_no_reason_to_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "FORKABLE", (TOY,))
-    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], tmp_path / "log")
-    with Forks() as forks:
-        fleet = Fleet(Addresses(), [child], forks)
-        await fleet.start()
-        await child.starting
+    async with forked_trainer(tmp_path, monkeypatch) as (fleet, child):
         await until(lambda: child.log_path.exists() and child.log_path.read_text().endswith("\n"))
         os.kill(seen(child.log_path)["imported_in"], signal.SIGSTOP)
         child.process.end(0)  # which nobody is left to tell
