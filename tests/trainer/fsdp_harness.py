@@ -19,6 +19,7 @@ from services.common.batches import batch as batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin
+from services.trainer.fsdp.loading import reshard
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts
 from tests.support import make_batch, with_routed_experts
@@ -50,6 +51,10 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "routed_experts-recompute": ("moe", SMALL | {"gradient_checkpointing": True}),
     "full-large": ("untied", {"num_minibatches": 2, "loss": FULL_LOSS}),
     "full-small": ("untied", SMALL | {"num_minibatches": 2, "loss": FULL_LOSS}),
+    "full-small-gathered": (
+        "untied",
+        SMALL | {"num_minibatches": 2, "loss": FULL_LOSS, "fsdp": {"reshard_after_forward": False}},
+    ),
 }
 TEMPERATURE = 0.7
 
@@ -130,6 +135,7 @@ class Harness:
         backend, step = self.backend, self.backend.step
 
         def recording(*rates: float) -> float:
+            reshard(backend._model)
             named = backend._model.causal_lm.named_parameters()
             trained = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
             gradients.update({name: grad.full_tensor().clone() for name, grad in trained.items()})

@@ -118,7 +118,8 @@ class FsdpConfig(Strict):
     cpu_offload: bool = False
     """Offload parameters, gradients and optimizer state to host memory while they are not in use."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass; false uses more memory to save all-gathers."""
+    """Free a layer's gathered weights after its forward pass and again after its backward pass; false keeps them until
+    the update, which uses more memory and saves all-gathers."""
     reduce_each_microbatch: bool = False
     """Reduce-scatter gradients after every micro-batch. false reduces them once, after the last micro-batch, and until
     then keeps unsharded gradients on each rank."""

@@ -134,6 +134,7 @@ class FsdpBackend(Backend):
         return outputs, {name: self.reduce(total, dist.ReduceOp.SUM) for name, total in totals.items()}
 
     def complete_blocks(self, factor: float) -> None:
+        reshard(self._model)
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -147,6 +148,7 @@ class FsdpBackend(Backend):
         return value
 
     def step(self, lr: float, weight_decay: float) -> float:
+        reshard(self._model)  # gathered weights are in place of the shards, which have the gradients
         for group in self._optimizer.param_groups:
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
         # torch does not choose foreach (or fused, in the optimizer) by itself for sharded tensors.
@@ -159,6 +161,7 @@ class FsdpBackend(Backend):
         return found
 
     def discard_gradients(self) -> None:
+        reshard(self._model)
         self._optimizer.zero_grad(set_to_none=True)
         discard_unreduced_gradients(self._model)
 

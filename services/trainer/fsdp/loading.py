@@ -233,10 +233,12 @@ def _shard(model: LogprobModel | ValueModel, config: TrainerConfig, mesh: Device
         shard(layer, reshard_after_forward=config.fsdp.reshard_after_forward)
     # The backward begins with the weights that the forward used last, so keep them gathered.
     shard(model, reshard_after_forward=False)
+    if not config.fsdp.reshard_after_forward:
+        model.set_reshard_after_backward(False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered weights after a forward that no backward follows."""
+    """Frees the gathered weights, in place of which the model has its shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -139,6 +139,15 @@ def test_recomputed_activations_give_the_same_gradients(worlds: dict[int, Path])
         assert metrics == want_metrics
 
 
+def test_weights_that_stay_gathered_give_the_same_updates(worlds: dict[int, Path]) -> None:
+    # Two updates: weights that were gathered before the first would give the second other gradients.
+    for world in (1, 2):
+        for what in ("gradients", "weights"):
+            want, got = (read(worlds[world], f"{name}-{what}") for name in ("full-small", "full-small-gathered"))
+            assert all(torch.equal(got[0][name], tensor) for name, tensor in want[0].items())
+            assert got[1] == want[1]
+
+
 @pytest.mark.parametrize(("recompute", "forwards"), [(False, 1), (True, 2)])
 def test_gradient_checkpointing_runs_each_layer_again(harness: Harness, recompute: bool, forwards: int) -> None:
     harness.open("untied", {"gradient_checkpointing": recompute})

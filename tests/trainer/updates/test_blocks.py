@@ -49,3 +49,12 @@ def test_only_an_error_before_the_first_update_leaves_a_trainer_that_may_go_on(
     after = harness.parameters()
     assert all(tensor.equal(before[name]) for name, tensor in after.items()) == (not failing)
     assert all(parameter.grad is None for parameter in harness.backend._model.parameters())
+
+
+def test_blocks_count_alike_whether_or_not_weights_stay_gathered(harness: Harness) -> None:
+    updated = []
+    for reshards in (True, False):
+        harness.open("untied", {"num_minibatches": 2, "fsdp": {"reshard_after_forward": reshards}})
+        in_blocks(harness)
+        updated.append(harness.parameters())
+    assert all(updated[1][name].equal(tensor) for name, tensor in updated[0].items())
