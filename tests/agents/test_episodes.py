@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import random
 from collections import Counter
 from typing import Any
@@ -116,6 +117,8 @@ async def test_what_would_change_the_distribution_is_refused_by_name():
         (_, answer), (row,) = stage.engine.log[-1], table_of(group).to_pylist()
         assert len(answer) == 3 and row["finish_reason"] == "stop", "a lower limit of the agent cuts no episode off"
         assert len(stage.engine.log) == 1, "nothing that was refused has reached the engine"
+        num_refused = stage.collector.take_metrics()["environment/refused_calls"]
+        assert num_refused == len(said) - 1, "all but the one with a key of no episode"
 
 
 async def test_stop_strings_are_refused_where_the_engine_would_not_return_what_is_trained(
@@ -207,14 +210,16 @@ async def test_an_agent_that_overflows_again_and_again_reaches_the_limit_of_call
     ("question", "limit", "reason"),
     [
         ("go on", {"max_calls": 2}, "turn_limit"),
+        ("at once", {"max_segments": 3}, "turn_limit"),
         pytest.param("go on", {"max_tokens": 8}, "length", marks=pytest.mark.long),
         ("too long", {}, "length"),
         pytest.param("at once", {"max_calls": 3}, "turn_limit", marks=pytest.mark.long),
     ],
 )
 async def test_an_agent_that_does_not_catch_the_refusal_at_a_limit_has_an_outcome(
-    question: str, limit: dict[str, int], reason: str
+    question: str, limit: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
 ):
+    caplog.set_level(logging.INFO)
     async with staged(says, path=f"{AGENTS}:ends_with_a_refusal", **limit) as stage:
         group = await stage.play(question)
         assert group is not None and group.left[0]
@@ -223,6 +228,17 @@ async def test_an_agent_that_does_not_catch_the_refusal_at_a_limit_has_an_outcom
         everything_sampled_is_trained_once(stage, rows)
         assert {row["finish_reason"] for row in rows} == {reason}
         assert not any("failed" in name for name in stage.collector.take_metrics())
+    named = [f"environment.{key} ({most})" for key, most in limit.items()] or ["4096 tokens"]
+    (line,) = [one for one in caplog.records if one.getMessage().startswith("episode p0/0/")]
+    assert named[0] in line.getMessage() and "\n" not in line.getMessage() and line.levelno == logging.INFO
+
+
+async def test_prompts_that_are_too_long_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture):
+    async with staged(says, path=f"{AGENTS}:too_long") as stage:
+        for number in range(3):
+            assert await stage.play("recovers" + " again" * number)
+    (line,) = [message for message in caplog.messages if "the endpoint refused 1 request of the agent" in message]
+    assert "rollout.max_model_len" in line
 
 
 @pytest.mark.parametrize(("agent", "why"), [("crashes", "a bug of the agent"), ("silent", "never called the model")])
@@ -259,6 +275,8 @@ async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: 
         assert "the last because: n: 2 is not supported" in line
         with pytest.raises(EpisodeFailed, match="got 2 requests refused by the endpoint, because: n: 2"):
             await stage.play("and gives up")
+        with pytest.raises(EpisodeFailed, match="got 1 request refused by the endpoint, because: POST /chat/comp"):
+            await stage.play("elsewhere")
 
 
 @pytest.mark.parametrize(

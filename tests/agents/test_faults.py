@@ -68,7 +68,9 @@ async def _is_played_again(stage: Stage, playing: "asyncio.Task[Any]", failure: 
     assert stage.collector.take_metrics()[f"environment/failed_{failure}"] == 1
 
 
-def _failure_is_an_end(self: AgentServicer, begin: Any, playing: "asyncio.Task[Any]", line: Any) -> PlayResponse:
+def _failure_is_an_end(
+    self: AgentServicer, begin: Any, playing: "asyncio.Task[Any]", *_: Any, **__: Any
+) -> PlayResponse:
     if playing.exception() is None:
         end = AgentEnd(exit_code=playing.result().exit_code, text=playing.result().text)
         return PlayResponse(end=end)

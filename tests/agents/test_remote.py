@@ -82,6 +82,7 @@ async def test_a_remote_agent_plays_with_its_key_until_its_episode_ends():
         one, other = begun
         ended = await ask(one["url"], one["key"], {"role": "user", "content": "x"})
         assert (ended[0], ended[1]["error"]["code"]) == (400, "episode_over")
+        assert "environment.episode_s" in ended[1]["error"]["message"]
         half = len(one["key"]) // 3
         for key in ("", "x", "\u00e9" * 96, one["key"][:half] + other["key"][half:], one["key"][:-1] + "x"):
             assert (await ask(one["url"], key, {"role": "user", "content": "x"}))[0] == 401

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -176,6 +177,7 @@ print(sorted(statuses), end="")
         assert group is not None
         # One may have ended before the other asks with its key, which is 401 too.
         assert [left.text for left in group.left if left] == ["[200, 401]"] * 2
+        assert stage.collector.take_metrics()["environment/refused_calls"] == 2
 
 
 async def test_a_program_is_filled_in_once_and_its_setup_runs_before():
@@ -198,6 +200,21 @@ async def test_a_program_that_breaks_before_its_first_call_fails_with_what_it_sa
     async with staged(lambda text, seed: "hi", **program("import no_such_package")) as stage:
         with pytest.raises(EpisodeFailed, match=r"(?s)never called .*No module named 'no_such_package'$"):
             await stage.play()
+
+
+async def test_a_program_that_ends_at_a_limit_is_one_line_of_the_log(program, caplog):
+    caplog.set_level(logging.INFO)
+    for most, level, start in (
+        (1, logging.INFO, "urllib.error.HTTPError: HTTP Error 400"),
+        (2, logging.WARNING, "Trace"),
+    ):
+        async with staged(
+            lambda text, seed: "hi", **program("ask('x')\nask('y')\nraise OSError", max_calls=most)
+        ) as stage:
+            assert await stage.play()
+        (line,) = [one for one in caplog.records if " ended with exit code 1: " in one.getMessage()]
+        assert line.levelno == level and line.getMessage().partition("code 1: ")[2].startswith(start)
+        caplog.clear()
 
 
 async def test_an_interrupt_of_the_first_process_ends_nothing(program):

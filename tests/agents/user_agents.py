@@ -143,9 +143,9 @@ def floods(row: Json, seed: int, url: str, key: str) -> str:
 def too_long(row: Json, seed: int, url: str, key: str) -> str:
     """Overflows the context, and then asks something short."""
     model = Model(url, key)
-    status, answer = model.post({"messages": [user("word " * 5000)]})
+    status, answer = model.post({"messages": [user("word " * 5000 + row["prompt"])]})
     said = f"{status} {answer['error']['code']}"
-    if row["prompt"] == "recovers":
+    if row["prompt"].startswith("recovers"):
         model.ask([user("short")])
     return said
 
@@ -191,6 +191,8 @@ def silent(row: Json, seed: int, url: str, key: str) -> str:
 def asks_for_what_is_refused(row: Json, seed: int, url: str, key: str) -> str:
     """Goes on after requests that no endpoint of a run answers, if the prompt says so."""
     model = Model(url, key)
+    if row["prompt"] == "elsewhere":
+        return str(model.post({"messages": [user("x")]}, "/chat/completions"))
     statuses = [model.post(body)[0] for body in (b"no JSON", {"messages": [user("x")], "n": 2})]
     if row["prompt"] == "and goes on":
         model.ask([user("x")])

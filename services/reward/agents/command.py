@@ -84,10 +84,6 @@ class CommandRunner(Runner):
                 del self._inputs[part.episode_id]
         if "error" in said:
             raise EpisodeError(EnvironmentFailure.CRASHED, said["error"])
-        if said["exit_code"]:
-            level = logging.WARNING if said["exit_code"] > 0 else logging.INFO  # a signal is mostly the service's own
-            line = "episode %s: the agent ended with exit code %d: %s"
-            log.log(level, line, part.episode_id, said["exit_code"], said["errors"][-_MAX_SHOWN:])
         files = {name: base64.b64decode(content) for name, content in said["files"].items()}
         return Played(said["exit_code"], said["text"], files, said["errors"][-_MAX_SHOWN:])
 

@@ -85,7 +85,7 @@ class Line:
         self.key, self.max_model_len = key, max_model_len
         self.num_retries = self.num_refused = self._num_bytes = 0
         self.refusal = ""
-        """Why the last request that could not be read was refused."""
+        """Why the endpoint has refused the last of `num_refused` requests."""
         self._ask, self._numbers = ask, itertools.count()
         self._waiting: list[_Asked] = []
         self._is_over = False
@@ -165,6 +165,13 @@ class Line:
         """Says that an answer to a request was fully written."""
         self._waiting = [asked for asked in self._waiting if not asked.has(answer)]
 
+    def note(self, refusal: Refusal) -> None:
+        """Counts a refusal, unless the coordinator has counted it, or the episode is over: those have a code."""
+        if refusal.status != 400 or not refusal.code:
+            # The agent has written a part of it, and it is for logs.
+            said = (c if c.isprintable() else " " for c in refusal.message[:_MAX_SHOWN])
+            self.num_refused, self.refusal = self.num_refused + 1, "".join(said)
+
     def close(self) -> None:
         """Refuses all calls from now on."""
         self._is_over = True
@@ -176,8 +183,14 @@ def _is_open(request: web.BaseRequest) -> bool:
     return request.transport is not None and not request.transport.is_closing()
 
 
+def _key_of(request: web.BaseRequest) -> str:
+    said = request.headers
+    return _BEARER.sub("", said.get("Authorization", "")) or said.get("x-api-key", "")
+
+
 def _episode_over() -> Refusal:
-    return Refusal("the episode is over", code="episode_over")
+    why = "its agent has ended, or environment.episode_s or grace_s was over"
+    return Refusal(f"the episode is over: {why}", code="episode_over")
 
 
 def _too_large() -> Refusal:
@@ -288,12 +301,13 @@ class Endpoint:
             message = f"{request.method} {request.path}: there are {', '.join(_DIALECTS)} and /v1/models"
             raise Refusal(message, status=404)
         except Refusal as refusal:
+            if line := own or self._lines.get(_key_of(request)):
+                line.note(refusal)
             headers = {"Retry-After": "1"} if refusal.status == 429 else {}
             return web.json_response((dialect or Chat()).error(refusal), status=refusal.status, headers=headers)
 
     def _line_of(self, request: web.BaseRequest, own: Line | None) -> Line:
-        said = request.headers
-        given = _BEARER.sub("", said.get("Authorization", "")) or said.get("x-api-key", "")
+        given = _key_of(request)
         name, signed = given[:_NAME_LENGTH], given[_NAME_LENGTH:].encode(errors="replace")
         line = self._lines.get(given)
         if not hmac.compare_digest(self._mac(name).encode(), signed) or own not in (None, line):
@@ -310,13 +324,7 @@ class Endpoint:
     async def _call(self, request: web.BaseRequest, dialect: Dialect, line: Line) -> web.StreamResponse:
         async with line.body(request) as body:
             read = partial(dialect.read, body, self._drops)
-            try:
-                asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
-            except Refusal as refusal:
-                # The agent has written a part of it, and it is for logs.
-                said = (c if c.isprintable() else " " for c in refusal.message[:_MAX_SHOWN])
-                line.num_refused, line.refusal = line.num_refused + 1, "".join(said)
-                raise
+            asked_for = read() if len(body) <= _MAX_SMALL_BYTES else await asyncio.to_thread(read)
             key = request.path, hashlib.sha256(body).hexdigest()
             is_first = request.headers.get(_RETRY_COUNT) == "0"
             answering = asyncio.create_task(line.answer(asked_for, key, partial(_is_open, request), is_first=is_first))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
@@ -21,10 +22,12 @@ from services.reward.agents.dialect import Drops
 from services.reward.agents.endpoint import Endpoint, Line
 from services.reward.agents.function import FunctionRunner
 from services.reward.agents.remote import Place, Site, UrlRunner
-from services.reward.environments.episode import report_failure
+from services.reward.environments.episode import failure_message, report_failure
 from services.reward.environments.servicer import cannot_start, parse_object, require_run
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks
 from services.reward.metrics import RewardMetrics
+
+log = logging.getLogger(__name__)
 
 NAME = "lockstep.reward.v1.AgentService"
 
@@ -37,6 +40,8 @@ class _Episode:
         self.calls: asyncio.Queue[pb.AgentCall] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[pb.CallAnswer]] = {}
         self._grace: asyncio.TimerHandle | None = None
+        self.at_limit = False
+        """Whether the last call was refused because of a limit, which is an outcome and no failure of the agent."""
 
     async def ask(self, call: pb.AgentCall) -> pb.CallAnswer:
         answer = self._answers[call.number] = asyncio.get_running_loop().create_future()
@@ -51,6 +56,7 @@ class _Episode:
                 raise InvalidInput("answer: must be that of a call in progress", field="answer")
             if said.is_over and self._grace is None:
                 self._grace = loop.call_later(self._grace_s, self._runner.end, self._begin.episode_id)
+            self.at_limit = self._grace is not None or said.refusal_code == "context_length_exceeded"
             answer = self._answers.pop(said.call)
             if not answer.done():
                 answer.set_result(said)
@@ -135,7 +141,7 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
         try:
             async for call in _calls_until_end(playing, reading, episode.calls):
                 yield pb.PlayResponse(call=call)
-            yield self._end_message(begin, playing, line)
+            yield self._end_message(begin, playing, line, at_limit=episode.at_limit)
         finally:
             # A caller cancels the call as soon as it has the last message; nothing may be left even so.
             ending = self._end_episode(self._endpoint, episode, line, {playing, reading})
@@ -165,7 +171,9 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             detail = f"the episode took longer than {self._config.episode_s:g} s (environment.episode_s)"
             raise EpisodeError(EnvironmentFailure.TIMEOUT, detail) from error
 
-    def _end_message(self, begin: pb.Begin, playing: asyncio.Task[Played], line: Line) -> pb.PlayResponse:
+    def _end_message(
+        self, begin: pb.Begin, playing: asyncio.Task[Played], line: Line, *, at_limit: bool
+    ) -> pb.PlayResponse:
         """Returns the last message: the end of the agent, or its failure."""
         try:
             played = playing.result()
@@ -175,12 +183,25 @@ class AgentServicer(agent_pb2_grpc.AgentServiceServicer):
             )
         except EpisodeError as failed:
             error = _with_refusal(failed, line)
+            is_of_function = bool(self._config.path) and error.reason is EnvironmentFailure.CRASHED and not error.alone
+            if at_limit and is_of_function:  # the coordinator tells this outcome by the same rule
+                log.info("episode %s: the agent ended as a limit refused its call: %s", begin.episode_id, error.detail)
+                return pb.PlayResponse(failure=failure_message(error))
         else:
+            _log_exit(begin.episode_id, played, at_limit=at_limit)
             end = pb.AgentEnd(exit_code=played.exit_code, files=played.files, num_retries=line.num_retries)
             end.num_refused, end.refusal, end.errors = line.num_refused, line.refusal, played.errors
             end.text = played.text.encode(errors="replace").decode()
             return pb.PlayResponse(end=end)
         return pb.PlayResponse(failure=report_failure(begin.episode_id, error, self._metrics, self._tracebacks))
+
+
+def _log_exit(episode_id: str, played: Played, *, at_limit: bool) -> None:
+    if played.exit_code:
+        # A signal is mostly the service's own. At a limit, the last line has the error of the agent's client.
+        level = logging.WARNING if played.exit_code > 0 and not at_limit else logging.INFO
+        said = played.errors.strip().rpartition("\n")[2] if at_limit else played.errors
+        log.log(level, "episode %s: the agent ended with exit code %d: %s", episode_id, played.exit_code, said)
 
 
 def _with_refusal(error: EpisodeError, line: Line) -> EpisodeError:

@@ -55,6 +55,10 @@ def report_failure(
     """Logs and counts the failure of an episode. Returns it as a message."""
     log.warning("episode %s: %s%s", episode, error, tracebacks.once(error.traceback))
     metrics.environment_failures.labels(error.reason.lower()).inc()
+    return failure_message(error)
+
+
+def failure_message(error: EpisodeError) -> pb.EnvironmentFailure:
     detail, reason = error.detail.encode(errors="replace").decode(), f"ENVIRONMENT_FAILURE_REASON_{error.reason}"
     return pb.EnvironmentFailure(reason=reason, message=detail, alone=error.alone)
 

@@ -7,6 +7,7 @@ which each sampled token is trained once.
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _STOP, _LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
 _MAX_REFUSALS = 10  # that a run warns of
-_TURN_LIMIT = FinishReason.FINISH_REASON_TURN_LIMIT
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ class AgentCollector(PlayedCollector):
             end = AgentEnd(exit_code=1)
         which = f"prompt {prompt.prompt_id} sample {sample}"
         refusal = end.refusal or episode.refusal
-        if refusal and refusal not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
-            self._refusals.add(refusal)
+        kind = re.sub(r"\d+", "", refusal)  # prompts that are too long differ in their numbers of tokens
+        if kind and kind not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
+            self._refusals.add(kind)
             refused = counted(end.num_refused + episode.num_refused, "request")
             log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, refusal)
         if end.num_retries and self._warns_of_retries:
@@ -168,11 +169,10 @@ class AgentEpisode:
         self._adding = asyncio.Lock()
         self._num_calls = self._num_tokens = 0
         self._log = CallLog()
-        self._limit: FinishReason | None = None
+        self._limit = ""  # the key of the limit that was reached
         self._last, self._is_cut = -1, False
         self.num_refused, self.refusal = 0, ""
-        self._overlong: int | None = None
-        """Number of the last call whose prompt was too long."""
+        self._overlong: int | None = None  # number of the last call whose prompt was too long
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         said = json.loads(asked.request_json)
@@ -210,7 +210,7 @@ class AgentEpisode:
 
     async def _count(self, asked: AgentCall, said: JsonMapping) -> CallAnswer:
         """Returns the number of tokens that the prompt of this request would have."""
-        if self._limit is not None:
+        if self._limit:
             return self._refuse_after_end(asked)
         try:
             call = await asyncio.to_thread(self.threads.place, asked.number, said["messages"], said["tools"])
@@ -221,11 +221,11 @@ class AgentEpisode:
     async def _add(self, asked: AgentCall, said: JsonMapping) -> Call | CallAnswer:
         settings, model = self._settings, self._model
         model.count(overridden=bool(asked.overridden))
-        if self._limit is None and self._num_calls >= settings.max_calls:
-            self._limit = _TURN_LIMIT
-        if self._limit is None and self._num_tokens >= settings.max_tokens:
-            self._limit = _LENGTH
-        if self._limit is not None:
+        if not self._limit and self._num_calls >= settings.max_calls:
+            self._limit = "max_calls"
+        if not self._limit and self._num_tokens >= settings.max_tokens:
+            self._limit = "max_tokens"
+        if self._limit:
             return self._refuse_after_end(asked)
         self._num_calls += 1  # one that is refused counts too, or an agent that ignores it would go on until episode_s
         if said["stop"] and (why := self._refuses_stop()):
@@ -236,7 +236,7 @@ class AgentEpisode:
             return self._refuse_prompt(asked, error)
         most = model.config.rollout.max_model_len
         if self.threads.num_segments > settings.max_segments:
-            self._limit = _TURN_LIMIT
+            self._limit = "max_segments"
             self.threads.drop(call)
             return self._refuse_after_end(asked)
         if len(call.prompt) >= most:
@@ -269,15 +269,15 @@ class AgentEpisode:
             self._last, self._is_cut = number, is_cut
 
     def _refuse_after_end(self, asked: AgentCall) -> CallAnswer:
-        message = "the episode is over: it has reached environment.max_calls, max_tokens or max_segments"
-        refusal = self._refuse(asked, message, "episode_over")
+        reached = f"environment.{self._limit} ({getattr(self._settings, self._limit)}): raise that for longer ones"
+        refusal = self._refuse(asked, f"the episode is over: it has reached {reached}", "episode_over")
         refusal.is_over = True
         return refusal
 
     def _refuse(self, asked: AgentCall, message: str, code: str) -> CallAnswer:
         self._model.count(refused_calls=1)
         self.num_refused += 1
-        if self._limit is None:  # that the episode is over says less than why the calls before were refused
+        if not self._limit:  # that the episode is over says less than why the calls before were refused
             self.refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
@@ -288,7 +288,7 @@ class AgentEpisode:
         be played again `alone`, stays a failure.
         """
         is_of_function = bool(self._settings.path) and error.failure is EnvironmentFailure.CRASHED and not error.alone
-        is_at_limit = self._limit is not None or self._overlong == self._last
+        is_at_limit = bool(self._limit) or self._overlong == self._last
         return is_of_function and is_at_limit and bool(self.threads.paths())
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
@@ -296,7 +296,7 @@ class AgentEpisode:
         paths = self.threads.paths()
         self._model.count(refused_calls=end.num_refused)
         if not paths:
-            why = "never called the model, or only with requests that the endpoint refused"
+            why = "never called the model, or only with another key than its own"
             if end.num_refused:
                 why = f"got {counted(end.num_refused, 'request')} refused by the endpoint, because: {end.refusal}"
             if self.num_refused:
@@ -307,8 +307,8 @@ class AgentEpisode:
         self._model.count(retries=end.num_retries, nonzero_exits=bool(self._settings.command and end.exit_code))
         reason = _LENGTH if self._is_cut else _STOP
         # An answer that was cut off stays the end if only further calls were refused.
-        if self._limit is not None and (not self._is_cut or self._overlong == self._last):
-            reason = self._limit
+        if self._limit and (not self._is_cut or self._overlong == self._last):
+            reason = _LENGTH if self._limit == "max_tokens" else FinishReason.FINISH_REASON_TURN_LIMIT
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
         left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
         whole = Completion(finish_reason=reason, seed=seed)
