@@ -56,12 +56,12 @@ async def following_stages(addresses: Addresses, reporters: Reporters) -> AsyncI
 
 
 def _named(addresses: Addresses) -> Iterator[tuple[str, str, Transport]]:
-    """Yields name, address and transport of each service; of several replicas, the names have their numbers."""
+    """Yields name, address and transport of each service. The names are those of the logs: replicas have numbers."""
     numbers = Counter[str]()
     for name, address in addresses.named:
         transport = addresses.rollout_transport if name == "rollout" else addresses.transport
-        several = len(addresses.reward) if name == "reward" else len(addresses.rollout) if name == "rollout" else 1
-        yield (f"{name}-{numbers[name]}" if several > 1 else name), address, transport
+        has_number = name == "rollout" or (name == "reward" and len(addresses.reward) > 1)
+        yield (f"{name}-{numbers[name]}" if has_number else name), address, transport
         numbers[name] += 1
 
 

@@ -61,6 +61,13 @@ async def test_stages_are_followed_from_before_a_service_answers_and_after_its_r
     await serving
 
 
+async def test_a_replica_has_the_name_of_its_log_also_if_it_is_the_only_one() -> None:
+    noted, address = Noted(), f"127.0.0.1:{free_port()}"
+    async with following_stages(Addresses(reward=(address,), rollout=(address,)), Reporters([noted])):
+        await until(lambda: len(noted.begun) == 2)
+    assert {service for service, _ in noted.begun} == {"reward", "rollout-0"}
+
+
 async def test_a_stage_of_another_thread_is_seen_and_a_lost_service_has_no_stage_left() -> None:
     noted, goes_on = Noted(), threading.Event()
 
