@@ -220,6 +220,8 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), _GRACE_S)
         self._signal(signal.SIGKILL)
+        if isinstance(self.process, Forked) and self.is_running:
+            self.process.kill()  # its parent, which would tell its end, may be stopped
         await self.process.wait()
 
     def _hint(self, code: int) -> str:

@@ -119,6 +119,16 @@ async def test_imports_that_hang_are_no_reason_to_wait_for_ever(
         assert "trainer: the packages were not imported within 0.1 s" in caught.value.message
 
 
+async def test_a_fork_whose_parent_is_stopped_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_GRACE_S", 0.1)
+    async with forked_trainer(tmp_path, monkeypatch) as (_, child):
+        await until(lambda: child.log_path.exists() and child.log_path.read_text().endswith("\n"))
+        os.kill(seen(child.log_path)["imported_in"], signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            await child.end()
+        assert child.process.returncode == -signal.SIGKILL
+
+
 async def test_without_a_started_service_nobody_waits_for_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_EXIT_ERROR_TIMEOUT_S", 10 * PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
