@@ -157,7 +157,7 @@ class RemoteConfig(BaseScorerConfig):
     """The keys that all scorers on another server have."""
 
     url: Annotated[str, AfterValidator(check_url)]
-    """URL of the server, http or https. Redirects are not followed."""
+    """URL of the server, http or https. Redirects are not followed, and HTTP_PROXY is not used."""
     api_key_file: str | None = Field(default=None, min_length=1)
     """File on the reward service's host with an API key, which is sent as a bearer token: over https, or over http to
     loopback only."""
