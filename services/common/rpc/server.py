@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -332,6 +333,19 @@ class PageHandler(WSGIRequestHandler):
         finally:
             self._open.pop(self.connection, None)
 
+    def parse_request(self) -> bool:
+        """Refuses names of other hosts on loopback, by which a web page in a browser could read it (DNS rebinding)."""
+        if not super().parse_request():
+            return False
+        server = self.server
+        assert isinstance(server, WSGIServer)
+        asked = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]")
+        own = ("", "localhost", server.server_name, socket.gethostname())
+        if asked in own or is_address(asked) or not is_loopback(f"[{server.server_address[0]}]"):
+            return True
+        self.send_error(421, explain="ask for localhost, or for an IP address")
+        return False
+
     def log_message(self, format: str, *args: object) -> None: ...
 
 
@@ -369,14 +383,12 @@ class Metrics:
         if not self._page.address:
             return 0
         try:
-            server, thread = start_http_server(self._port, self._host, self.registry)
+            server, _ = self._server = start_http_server(self._port, self._host.strip("[]"), self.registry)
         except OSError as error:
             raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
         server.RequestHandlerClass = PageHandler
-        server.socket.listen(
-            2 * _MAX_PAGE_CONNECTIONS
-        )  # with the standard library's 5, waiting clients retry after seconds
-        self._server = server, thread
+        # With the standard library's 5, waiting clients retry after seconds.
+        server.socket.listen(2 * _MAX_PAGE_CONNECTIONS)
         log.info("metrics on http://%s:%d/metrics", self._host, server.server_port)
         return server.server_port
 

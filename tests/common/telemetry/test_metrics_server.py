@@ -130,6 +130,30 @@ def test_whoever_sends_no_request_is_disconnected(monkeypatch: pytest.MonkeyPatc
         assert closed(slow)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_page_on_loopback_answers_to_no_name_of_another_host(host: str) -> None:
+    metrics = Metrics("x", Page(f"{host}:0"))
+    with closing(metrics):
+        port = metrics.serve()
+        for name in (f"localhost:{port}", "localhost", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}"):
+            assert "lockstep_service_info" in asked_as(name, f"{host}:{port}")
+        for name in ("rebound.example", f"rebound.example:{port}", "localhost.example"):
+            with pytest.raises(urllib.error.HTTPError, match="421"):
+                asked_as(name, f"{host}:{port}")
+
+
+def test_a_page_for_other_hosts_answers_to_their_names_for_it() -> None:
+    metrics = Metrics("x", Page("0.0.0.0:0", insecure=True))
+    with closing(metrics):
+        assert "lockstep_service_info" in asked_as("gpu-7.example", f"127.0.0.1:{metrics.serve()}")
+
+
+def asked_as(name: str, address: str) -> str:
+    request = urllib.request.Request(f"http://{address}/metrics", headers={"Host": name})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return answer.read().decode()
+
+
 def test_two_processes_worth_of_metrics_do_not_meet() -> None:
     first, second = Metrics("a"), Metrics("b")
     with RpcMetrics(first.registry).call(Span("Score")):
