@@ -59,16 +59,22 @@ ASK_FSDP = "; lockstep run --dry-run says whether strategy fsdp supports it"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
-    """Refuses a config.json with more layers or experts than any model has: making them would take all memory.
+    """Refuses a config.json with more layers or experts than any model has, which would take all memory, or with a base
+    of rotary angles that makes them 0 or NaN.
 
-    This is also true of its parts, such as text_config and vision_config.
+    This is also true of its parts, such as text_config, vision_config and rope_parameters.
     """
-    for part in (content, *(cast(JsonObject, part) for part in content.values() if isinstance(part, dict))):
+    parts = [content]
+    for part in parts:
+        parts += [cast(JsonObject, value) for value in part.values() if isinstance(value, dict)]
         for key in _COUNTS:
             value = part.get(key)
             most = _MOST_LABELS if key == "num_labels" else _MOST
             if isinstance(value, int | float) and value > most:
                 raise InvalidInput(f"model: {source}: {key} {value!r} is more than {most}", field="model")
+        base = part.get("rope_theta")
+        if base is not None and not (type(base) in (int, float) and 0 < base < math.inf):
+            raise InvalidInput(f"model: {source}: rope_theta {base!r} is not a number above 0", field="model")
 
 
 def check_counts(model_path: str | Path) -> None:

@@ -264,6 +264,7 @@ def _load(directory: Path) -> "TokenizersBackend":
     for name in ("config.json", "special_tokens_map.json"):
         _read_json(directory / name)
     import_transformers()
+    from huggingface_hub.errors import StrictDataclassError  # a value in config.json that a model's class refuses
     from transformers import AutoTokenizer
 
     try:
@@ -275,7 +276,8 @@ def _load(directory: Path) -> "TokenizersBackend":
         )
     except Exception as error:  # transformers and tokenizers raise no narrower class
         why = f"{type(error).__name__}: {error}"
-        raise InvalidInput(f"{vocabulary}: transformers cannot load the tokenizer: {why}", field="model") from error
+        file = directory / "config.json" if isinstance(error, StrictDataclassError) else vocabulary
+        raise InvalidInput(f"{file}: transformers cannot load the tokenizer: {why}", field="model") from error
     if not isinstance(getattr(loaded, "backend_tokenizer", None), tokenizers.Tokenizer):
         message = f"{directory}: {type(loaded).__name__} has no fast tokenizer; add a tokenizer.json"
         raise InvalidInput(message, field="model")
@@ -342,11 +344,11 @@ def _read_eos_token_ids(
         named[name] = _read_json(directory / name).get("eos_token_id")
     found: set[int] = set()
     for name, value in named.items():
-        ids = token_ids(value)
-        if max(ids, default=0) >= num_embeddings:
-            message = f"{directory / name}: end token {max(ids)} is outside the model's vocabulary of {num_embeddings}"
-            raise InvalidInput(message, field="model")
-        found.update(ids)
+        for one in [] if value is None else value if isinstance(value, list) else [value]:
+            if not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < num_embeddings:
+                message = f"{directory / name}: end token {one!r} is outside the model's vocabulary of {num_embeddings}"
+                raise InvalidInput(message, field="model")
+            found.add(one)
     if not found:
         message = f"{directory}: no eos token in generation_config.json, config.json or tokenizer_config.json"
         raise InvalidInput(message, field="model")

@@ -245,6 +245,9 @@ def test_eos_is_the_union(make_model, files, expected):
         ({"tokenizer_config": {}, "generation_config": None, "config": None}, "no eos token in"),
         ({"chat_template": None, "tokenizer_config": {"chat_template": 5}}, "chat_template of .* is 5, not a text"),
         ({"tokenizer_config": {"added_tokens_decoder": {"1": {"a": 1}}}}, "without the text `content`"),
+        ({"generation_config": {"eos_token_id": [0, "</s>"]}}, "generation_config.json: end token '</s>' is"),
+        ({"generation_config": {"eos_token_id": -1}}, "generation_config.json: end token -1 is outside"),
+        ({"config": {"model_type": "qwen3", "rms_norm_eps": "a"}}, "/config.json: transformers .*'rms_norm_eps'"),
         ({"special_tokens_map": "{"}, "special_tokens_map.json is not JSON"),
         ({"special_tokens_map": {"bos_token": 3}}, "bos_token has to be either str or AddedToken"),
     ],
@@ -253,8 +256,7 @@ def test_a_damaged_directory_is_named(make_model, files, message):
     directory = make_model(**files)
     with pytest.raises((InvalidInput, NotFound), match=message) as refused:
         Tokenizer.load(directory)
-    assert str(directory) in refused.value.message
-    assert refused.value.metadata["field"] == "model"
+    assert str(directory) in refused.value.message and refused.value.metadata["field"] == "model"
 
 
 def test_a_damaged_template_is_named(make_model, tmp_path):
