@@ -24,6 +24,8 @@ from services.coordinator.text.tokenizer import Tokenizer
 
 # Enough rows for all cores of the tokenizer, and few enough that their texts need little memory beside their tokens.
 _ROWS_AT_ONCE = 4096
+# No model reads as much. A tokenizer needs some 60 times the memory, and aborts the process if there is none.
+_MOST_CHARACTERS = 1 << 24
 _ROLES = ("system", "user", "assistant")
 """Those that every chat template shows or refuses. Others it may leave out without a word, such as `developer`."""
 
@@ -180,7 +182,10 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
     def _rows(self, bad: BadRows, first_number: int) -> Iterator[ReadRow]:
         for index, (where, record) in enumerate(self._file):
             try:
-                yield self._read(where, first_number + index, record)
+                row = self._read(where, first_number + index, record)
+                if (size := sum(map(len, row.pieces))) > _MOST_CHARACTERS:
+                    raise BadRow(f"its text has {size:,} characters, more than {_MOST_CHARACTERS:,}")
+                yield row
             except (BadRow, TemplateRefusal) as error:
                 bad.add(where, error)
 

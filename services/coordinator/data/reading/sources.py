@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.json_values import JsonObject
+from services.common.memory import host_memory
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place
 from services.coordinator.data.reading.record import MAX_DEPTH, BadRows, Record, Unusable, depth_of, in_words
@@ -77,10 +78,22 @@ def _content(path: Path) -> bytes:
     """Returns the text of a file in UTF-8, without compression and byte order mark, which is no part of it."""
     content = path.read_bytes()
     if content.startswith(_GZIP):
-        content = gzip.decompress(content)
+        content = _unpacked(path)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content.decode("utf-16").encode()
     return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _unpacked(path: Path) -> bytes:
+    """Returns the content of a gzip file, of which a few MB may be more than this host has memory for."""
+    content, memory = bytearray(), host_memory()
+    most = memory[1] / 3 * 2**30 if memory else math.inf  # the bytes that are returned, and their lines, are copies
+    with gzip.open(path) as file:
+        while part := file.read(1 << 20):
+            content += part
+            if len(content) > most:
+                raise OSError(f"it unpacks to over {most / 2**30:.1f} GiB, a third of the memory that is available")
+    return bytes(content)
 
 
 def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRows:

@@ -274,6 +274,24 @@ def test_files_that_cannot_be_used_say_why(tmp_path: Path, name: str, content: b
         read_rows(tmp_path / name, field="data.train")
 
 
+def test_a_gzip_file_that_unpacks_to_more_than_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' + b"\n" * (64 << 20)))
+    assert rows_of(path) == [{"a": 1}]
+    monkeypatch.setattr("services.coordinator.data.reading.sources.host_memory", lambda: (8.0, 0.18))
+    with pytest.raises(InvalidInput, match=r"x\.jsonl\.gz cannot be read: it unpacks to over 0\.1 GiB, a third"):
+        read_rows(path, field="data.train")
+
+
+def test_a_text_that_no_model_reads_is_not_tokenized(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "1" * 2**25, "answer": "1"}])
+    with pytest.raises(InvalidInput, match=r"x\.jsonl line 3: its text has 33,554,432 characters, more than"):
+        load(path, tokenizer)
+    assert len(load(path, tokenizer, bad_rows="drop").prompts) == 1
+
+
 def test_patterns_on_this_host(tokenizer: Tokenizer, tmp_path: Path) -> None:
     for part in ("2", "1"):
         write_lines(tmp_path / f"part-{part}.jsonl", [{"prompt": part, "answer": part}])
