@@ -100,7 +100,7 @@ def _read_json_lines(content: bytes, path: Path, max_rows: int | None) -> TextRo
     rows: list[JsonObject | bytes] = []
     lines = array("Q")
     # Lines of bytes end with \n or \r only. Lines of text would also end with U+2028, which JSON may contain.
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(chain.from_iterable(map(bytes.splitlines, io.BytesIO(content))), 1):
         if len(rows) == max_rows:
             break
         if line.strip():
