@@ -72,9 +72,10 @@ def require_counts(content: JsonObject, source: str) -> None:
             most = _MOST_LABELS if key == "num_labels" else _MOST
             if isinstance(value, int | float) and value > most:
                 raise InvalidInput(f"model: {source}: {key} {value!r} is more than {most}", field="model")
-        base = part.get("rope_theta")
-        if base is not None and not (type(base) in (int, float) and 0 < base < math.inf):
-            raise InvalidInput(f"model: {source}: rope_theta {base!r} is not a number above 0", field="model")
+        base: object = part.get("rope_theta")  # of all layers, or a list of those of each
+        for one in cast(list[object], base) if isinstance(base, list) else [] if base is None else [base]:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
+                raise InvalidInput(f"model: {source}: rope_theta {one!r} is not a number above 0", field="model")
 
 
 def check_counts(model_path: str | Path) -> None:

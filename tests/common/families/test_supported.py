@@ -55,6 +55,8 @@ ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}  # as in Hunyuan-7B-
         ({"model_type": "qwen2", "rope_theta": 0}, BOTH, "rope_theta 0 is not a number above 0"),
         ({"model_type": "qwen2", "rope_theta": float("nan")}, BOTH, "rope_theta nan is not"),
         ({"model_type": "qwen2", "rope_theta": 1e-9}, (), ""),
+        ({"model_type": "gemma9", "rope_theta": [1e4, 5_000_000]}, MEGATRON, "strategy megatron knows"),
+        ({"model_type": "gemma9", "rope_theta": [1e4, -1]}, BOTH, "rope_theta -1 is not a number above 0"),
         ({"model_type": "gemma9", "rope_parameters": {"full": {"rope_theta": 1e999}}}, BOTH, "rope_theta inf is not"),
         ({"model_type": "gemma9", "text_config": {"rope_parameters": {"rope_theta": "x"}}}, BOTH, "rope_theta 'x' is"),
         ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40.0}}, (), ""),
