@@ -232,9 +232,8 @@ def _shard(model: LogprobModel | ValueModel, config: TrainerConfig, mesh: Device
             layer.forward = _compiled(layer.forward, fewest)
         shard(layer, reshard_after_forward=config.fsdp.reshard_after_forward)
     # The backward begins with the weights that the forward used last, so keep them gathered.
-    shard(model, reshard_after_forward=False)
-    if not config.fsdp.reshard_after_forward:
-        model.set_reshard_after_backward(False)
+    root = shard(model, reshard_after_forward=False)
+    root.set_reshard_after_backward(config.fsdp.reshard_after_forward)
 
 
 def reshard(model: nn.Module) -> None:
