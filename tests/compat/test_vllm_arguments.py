@@ -12,6 +12,7 @@ from services.rollout.arguments import engine_arguments, leave_out_states
 from tests.trainer.zoo import ZOO
 
 
+@pytest.mark.usefixtures("inspects_here")
 def test_recurrent_states_are_cached_only_with_parts_of_prompts(tmp_path: Path) -> None:
     """If no error is raised, drop `leave_out_states`."""
     made: dict[str, list[AsyncEngineArgs]] = {}

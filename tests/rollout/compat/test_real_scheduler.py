@@ -90,6 +90,7 @@ def joined(outputs: list[EngineCoreOutput], name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("inspects_here")
 @pytest.mark.parametrize(("is_async", "at_once"), [(False, 1), (False, 3), (True, 1)])
 def test_samples_are_those_of_vllms_own_scheduler(is_async: bool, at_once: int, model: Callable[[str], Path]) -> None:
     arguments = engine_arguments(RolloutConfig(max_model_len=256, max_samples=16), str(model("tied")), seed=0)
