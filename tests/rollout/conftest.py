@@ -11,9 +11,9 @@ from lockstep.rollout.v1 import rollout_pb2_grpc
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
 from services.common.rpc.client import Client
-from tests.e2e.lockstep_command import Lent
+from tests.e2e.lockstep_command import Lent, forked_or_running
 from tests.rollout.rollout_stack import PlayedTrainer, Replica, Stack
-from tests.support import free_port, make_model, running, service_command
+from tests.support import free_port, make_model, service_command
 
 torch.set_num_threads(1)
 
@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def start_replica(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractAsyncContextManager]:
     @contextlib.asynccontextmanager
-    async def started(*flags: str) -> AsyncIterator[tuple[Replica, object]]:
+    async def started(start: Callable = forked_or_running) -> AsyncIterator[tuple[Replica, object]]:
         address = f"127.0.0.1:{free_port()}"
         log = tmp_path_factory.mktemp("rollout") / "log"
         client = Client(address, rollout_pb2_grpc.RolloutServiceStub)
-        with running(service_command("rollout", address, *flags), log) as process:
+        with start(service_command("rollout", address), log) as process:
             yield Replica(client, process.pid, log), process
             await client.close()
 

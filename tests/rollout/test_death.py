@@ -19,7 +19,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason, Unavailable
 from services.common.weights.group import WeightGroup
 from tests.rollout.rollout_stack import PlayedTrainer, Replica
-from tests.support import PATIENCE_S, descendants, engine_of, raises, still_there
+from tests.support import PATIENCE_S, descendants, engine_of, raises, running, still_there
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,15 @@ def temporary() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module")
 async def mortals(start_replica: Callable, temporary: Path) -> AsyncIterator[list[tuple[Replica, object]]]:
-    """Yields two replicas that tests may kill; the second has a directory for temporary files to itself."""
+    """Yields two replicas that tests may kill; the second has a directory for temporary files to itself.
+
+    The second is no fork: it is started as an operator starts it.
+    """
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(start_replica())
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TMPDIR", str(temporary))
-            second = await stack.enter_async_context(start_replica())
+            second = await stack.enter_async_context(start_replica(running))
         yield [first, second]
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from importlib import import_module
 
 from tests.e2e.forked.imports import lend
@@ -22,6 +23,7 @@ def main() -> None:
     arguments."""
     _, directory, output, module, *arguments = sys.argv
     os.chdir(directory)
+    tempfile.tempdir = None  # TMPDIR may be another than that of the imports
     if output:
         with open(output, "wb") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
