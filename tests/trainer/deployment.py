@@ -163,11 +163,11 @@ class Deployment:
 
 
 @contextlib.asynccontextmanager
-async def deployed(module: str, files: Path) -> AsyncIterator[Deployment]:
+async def deployed(module: str, files: Path, start: Callable[..., Any] = running) -> AsyncIterator[Deployment]:
     """Starts `module` with two ranks and ends it with the block."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", module, "--nproc-per-node", "2", "--listen", address]
-    with running(command, files / f"{module}.log") as process:
+    with start(command, files / f"{module}.log") as process:
         deployment = Deployment(address, files / "models", process.pid)
         await deployment.client.call(TrainerService.GetInfo, pb.GetInfoRequest(), timeout_s=1200, wait_for_ready=True)
         yield deployment

@@ -4,7 +4,7 @@ import os
 import signal
 from typing import Any
 
-from services.trainer.command import main
+from services.trainer import command
 from services.trainer.fsdp.backend import FsdpBackend
 
 FAULTY_TEMPERATURE, DEADLY_TEMPERATURE = 13.0, 14.0
@@ -19,6 +19,6 @@ def _fails_on_rank_1(self: FsdpBackend, microbatches: Any, temperature: float, *
     return _accumulate(self, microbatches, temperature, *arguments, **named)  # rank 0 waits here, in a collective
 
 
-if __name__ == "__main__":
+def main() -> None:
     FsdpBackend.accumulate = _fails_on_rank_1  # before it forks
-    main()
+    command.main()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from services.coordinator.cli.export import export_config
 from services.coordinator.runs.ledger import LEDGER
+from tests.e2e.forked.processes import preload
+from tests.e2e.lockstep_command import invoke
 from tests.support import PATIENCE_S
 from tests.trainer.deployment import Deployment, config
 
@@ -31,11 +32,9 @@ LONG = {"megatron", "megatron by bucket", "adapters on fsdp"}
 
 
 async def lockstep(*arguments: object) -> tuple[int, str]:
-    command = str(Path(sys.executable).with_name("lockstep"))
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(command, *map(str, arguments), stdout=pipe, stderr=pipe)
-    output, errors = await asyncio.wait_for(process.communicate(), 10 * PATIENCE_S)
-    return process.returncode or 0, (output + errors).decode()
+    preload("services.trainer")
+    done = await asyncio.to_thread(invoke, *arguments, cwd=Path(), timeout_s=10 * PATIENCE_S)
+    return done.returncode, done.stdout + done.stderr
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:

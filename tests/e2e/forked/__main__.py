@@ -5,6 +5,7 @@ import sys
 import tempfile
 from importlib import import_module
 
+from services.common.forks import FORKABLE
 from tests.e2e.forked.imports import lend
 
 COMMAND = "services.coordinator.cli.main"
@@ -30,4 +31,4 @@ def main() -> None:
     sys.argv = [module, *arguments]
     if module == COMMAND:
         lend()
-    import_module(module if module == COMMAND else f"{module}.__main__").main()
+    import_module(f"{module}.__main__" if module in FORKABLE else module).main()

@@ -62,10 +62,13 @@ class _Forks:
         self._socket.close()
         self._parent.wait()
 
+    def preload(self, module: str) -> None:
+        self._socket.send(json.dumps({"module": module}).encode())
+
     def start(self, arguments: list[str], log: Path) -> Forked:
         env = service_environment()
         if arguments[2] in FORKABLE:
-            self._socket.send(json.dumps({"module": arguments[2]}).encode())
+            self.preload(arguments[2])
         order = {"module": "tests.e2e.forked", "args": arguments, "log": str(log.absolute()), "env": env}
         self._socket.send(json.dumps(order).encode())
         self._newest = 0
@@ -95,6 +98,11 @@ class _Forks:
 
 
 _forks = cache(_Forks)
+
+
+def preload(service: str) -> None:
+    """Imports what `service` needs, which commands and services that start one share with it."""
+    _forks().preload(service)
 
 
 def start_command(arguments: list[str], directory: Path, errors: Path, output: Path | None = None) -> Forked:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,20 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 
 from services.common.errors import InternalError, Reason, Unavailable
-from tests.support import PATIENCE_S, descendants, raises
+from tests.e2e.forked.processes import Forked, preload, start_service
+from tests.support import PATIENCE_S, descendants, ending, raises
+from tests.trainer import faulty_trainer
 from tests.trainer.deployment import deployed
 from tests.trainer.faulty_trainer import DEADLY_TEMPERATURE, FAULTY_TEMPERATURE
+
+
+@contextlib.contextmanager
+def forked(command: Sequence[str], log: Path) -> Iterator[Forked]:
+    """Runs the trainer as a fork of what has imported the one that is lent."""
+    preload("services.trainer")
+    _, _, module, *arguments = command
+    with ending(process := start_service(module, arguments, log)):
+        yield process
 
 
 async def ended(pid: int) -> None:
@@ -27,7 +39,7 @@ async def ended(pid: int) -> None:
 
 
 async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files: Path) -> None:
-    async with deployed("tests.trainer.faulty_trainer", trainer_files) as trainer:
+    async with deployed(faulty_trainer.__name__, trainer_files, forked) as trainer:
         await trainer.open(collective_timeout_s=2 * PATIENCE_S)
         await trainer.publish()
         assert (await trainer.train(trainer.batch())).version == 1
@@ -50,7 +62,7 @@ async def test_failure_of_one_rank_reaches_the_caller_and_ends_all(trainer_files
 
 @pytest.mark.long  # test_lost_ranks.py has lost ranks that need no torch, and test_launcher.py how others end with one
 async def test_a_killed_rank_is_the_reason_that_the_caller_gets(trainer_files: Path) -> None:
-    async with deployed("tests.trainer.faulty_trainer", trainer_files) as trainer:
+    async with deployed(faulty_trainer.__name__, trainer_files, forked) as trainer:
         await trainer.open(collective_timeout_s=2 * PATIENCE_S)
         await trainer.publish()
         processes = [trainer.pid, *descendants(trainer.pid)]
