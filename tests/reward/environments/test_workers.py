@@ -41,7 +41,8 @@ async def test_the_methods_of_an_episode_that_are_not_async_run_in_one_thread_of
 
 
 @pytest.mark.parametrize(
-    ("how", "where"), few_of([("spins", "reset"), ("queries", "step"), ("spins", "close")], ["queries", "spins"], WHERE)
+    ("how", "where"),
+    few_of([("spins", "reset"), ("sleeps", "step"), ("sleeps", "close")], ["queries", "spins", "sleeps"], WHERE),
 )
 async def test_a_hang_costs_no_other_episode(service, gone, how, where):
     await begin(service, harmful(how, where), good="good", **({} if where == "reset" else {"bad": "bad"}))

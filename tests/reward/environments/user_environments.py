@@ -5,12 +5,18 @@ import contextlib
 import ctypes
 import os
 import random
-import re
 import signal
 import sqlite3
 import threading
 import time
 from pathlib import Path
+
+
+def keep_the_interpreter():
+    """Never returns, and lets no other thread run meanwhile, as a regular expression may; but takes no time."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    while True:
+        libc.pthread_mutex_lock(mutex)  # the second time it waits for itself
 
 
 class Guess:
@@ -101,7 +107,7 @@ class Actor:
 
     def stalls(self):
         Path(self.row["file"]).touch()
-        return re.match(r"(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile
+        keep_the_interpreter()
 
     def prints(self):
         for _ in range(1000):
@@ -251,7 +257,7 @@ class Harmful:
             pass
 
     def stalls(self):
-        re.match(r"(a+)+$", "a" * 60 + "b")  # no other thread runs meanwhile
+        keep_the_interpreter()
 
     def exits(self):
         os._exit(3)
