@@ -178,14 +178,15 @@ def run_all(harness: Harness, directory: Path) -> None:
         if harness.rank == 0:
             write(directory, f"{name}-gradients", gradients, metrics)
             write(directory, f"{name}-weights", after, metrics)
-    _resume(harness, directory)
+    for kind in ("adamw", "muon"):
+        _resume(harness, directory, kind)
     harness.worker.close()
 
 
-def _resume(harness: Harness, directory: Path) -> None:
+def _resume(harness: Harness, directory: Path, kind: str) -> None:
     """Makes an update, a checkpoint and the next update; then makes the next update again, from the checkpoint."""
-    checkpoint = directory / "checkpoint"
-    harness.open("tied", {})
+    checkpoint, changes = directory / f"{kind}-checkpoint", {"optim": OPTIM | {"kind": kind}}
+    harness.open("tied", changes)
     harness.train(samples())
     if harness.rank == 0:
         begin(checkpoint)
@@ -194,12 +195,12 @@ def _resume(harness: Harness, directory: Path) -> None:
     metrics = harness.train(samples(seed=5), version=1)
     went_on = harness.parameters()
     dist.barrier()
-    harness.open("tied", {}, checkpoint=str(checkpoint))
+    harness.open("tied", changes, checkpoint=str(checkpoint))
     harness.train(samples(seed=5), version=1)
     resumed = harness.parameters()
     if harness.rank == 0:
-        write(directory, "went-on", went_on, metrics)
-        write(directory, "resumed", resumed, metrics)
+        write(directory, f"{kind}-went-on", went_on, metrics)
+        write(directory, f"{kind}-resumed", resumed, metrics)
 
 
 def main(rank: int, world: int, directory: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from services.common.config.trainer import OptimConfig
+from services.common.config.optim import OptimConfig
 
 NUM_STEPS = 450
 STYLES = {"inverse_square_root": "inverse-square-root", "wsd": "WSD"}

@@ -1,4 +1,4 @@
-"""Refuses a checkpoint that was saved with settings that make it another model."""
+"""Refuses a checkpoint that was saved with settings that make it another model or optimizer."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,9 @@ from services.common.errors import PreconditionFailed
 
 
 def tensor_settings(config: TrainerConfig) -> dict[str, object]:
-    """Returns the values by config key without which a checkpoint's tensors are another model."""
+    """Returns the values by config key without which a checkpoint has other tensors."""
     adapters = {"lora.alpha": config.lora.alpha} if config.lora.rank else {}
-    return {"strategy": config.strategy, "lora.rank": config.lora.rank, **adapters}
+    return {"strategy": config.strategy, "optim.kind": config.optim.kind, "lora.rank": config.lora.rank, **adapters}
 
 
 def require_made_with(saved: Mapping[str, object], now: Mapping[str, object], checkpoint_path: str) -> None:
@@ -26,6 +26,6 @@ def require_made_with(saved: Mapping[str, object], now: Mapping[str, object], ch
         were, are = (", ".join(f"{key} {values[key]}" for key in different) for values in (saved, now))
         raise PreconditionFailed(
             f"checkpoint {checkpoint_path} was saved with {were}, and the config has {are}: it would be another "
-            "model; set them as they were, or start from an export of the checkpoint (lockstep export)",
+            "model or optimizer; set them as they were, or start from an export of the checkpoint (lockstep export)",
             field=different[0],
         )

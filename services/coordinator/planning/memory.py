@@ -27,6 +27,7 @@ from services.coordinator.planning.activations import (
     gathered_parameters,
     in_flight,
     microbatch_memory,
+    orthogonalized_parameters,
     stage_parameters,
     weight_bytes,
 )
@@ -224,7 +225,7 @@ def fsdp_memory(config: AnyConfig, model: Model, *, is_gpu: bool) -> Memory:
         parameters=count,
         weights=frozen + _MASTER * own,
         gradients=_GRADIENT * (own if fsdp.reduce_each_microbatch else trained),
-        optimizer=_MOMENTS * own,
+        optimizer=_MOMENTS * own - _MOMENTS // 2 * (orthogonalized_parameters(trainer, model, trained) // ranks),
         microbatch=microbatch_memory(config, model, layout_of(trainer), 0, is_gpu=is_gpu),
         **_frozen(config, model, is_gpu=is_gpu),
         critic=critic_memory(config, model, is_gpu=is_gpu) if is_shared(config, "critic") else None,

@@ -72,7 +72,7 @@ for _role in ("trainer", "reference", "critic", "teacher"):
     _ROUNDING |= {f"{_role}.{key}" for key in ("num_ranks", "max_tokens_per_microbatch", "fsdp", "megatron")}
 
 # A checkpoint can be loaded only with the same.
-_IN_CHECKPOINT = {"model", "trainer.strategy"}
+_IN_CHECKPOINT = {"model", "trainer.strategy", "trainer.optim.kind"}
 _IN_CHECKPOINT |= {f"trainer.lora.{key}" for key in ("rank", "alpha", "kind", "target_modules", "exclude_modules")}
 
 

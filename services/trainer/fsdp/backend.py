@@ -33,7 +33,7 @@ from services.trainer.fsdp.lora import AdapterStream
 from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
 from services.trainer.fsdp.weights import WeightStream, local_shard
 from services.trainer.router_replay import LayerReplay, ModelReplay
-from services.trainer.updates.optim import make_adamw
+from services.trainer.updates.optim import make_optimizers
 from services.trainer.updates.packing import Microbatch
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,8 @@ class FsdpBackend(Backend):
             self._model.requires_grad_(False)
         else:
             groups[OPTIMIZER] = self._state_tensors
-            self._optimizer = make_adamw(config.optim, self._model.named_parameters())
+            layers = f"causal_lm.{self._model.structure.layers}."
+            self._optimizers = make_optimizers(config.optim, self._model.named_parameters(), layers)
         self.offloader = Offloader(groups, frozenset(), device)
         self._replay: ModelReplay | None = None
         if role is Role.POLICY:
@@ -149,20 +150,21 @@ class FsdpBackend(Backend):
 
     def step(self, lr: float, weight_decay: float) -> float:
         reshard(self._model)  # gathered weights are in place of the shards, which have the gradients
-        for group in self._optimizer.param_groups:
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
         # torch does not choose foreach (or fused, in the optimizer) by itself for sharded tensors.
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
         assert isinstance(norm, DTensor)  # because the gradients are
         found = float(norm.full_tensor())
-        if math.isfinite(found):
-            self._optimizer.step()
+        for optimizer in self._optimizers if math.isfinite(found) else ():
+            optimizer.step()
         self.discard_gradients()
         return found
 
     def discard_gradients(self) -> None:
         reshard(self._model)
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
         discard_unreduced_gradients(self._model)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,10 +201,12 @@ class FsdpBackend(Backend):
             dcp.load(state, storage_reader=PlainReader(directory), planner=PlainPlanner())
         options = StateDictOptions(strict=not self._config.lora.rank)  # the frozen base is in no checkpoint
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+            self._model, self._optimizers, model_state_dict=model, optim_state_dict=optimizer, options=options
         )
-        for group in self._optimizer.param_groups:  # loading also set the values of the saved config
-            group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
+                # Loading also set the values of the saved config.
+                group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
     def release(self, parts: Collection[Part]) -> None:
         if Part.OPTIMIZER in parts and not self._role.is_frozen:
@@ -222,7 +226,7 @@ class FsdpBackend(Backend):
         return self._model(microbatch, temperature)
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
-        for state in self._optimizer.state.values():
+        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
             yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
 
     def _require_tensors_of(self, model: _State, optimizer: _State, directory: Path) -> None:
@@ -244,11 +248,12 @@ class FsdpBackend(Backend):
             )
 
     def _state(self) -> _State:
-        is_fresh = not self._optimizer.state
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        if is_fresh:  # torch made the state by an update with zero gradients; Adam's bias correction must not count it
-            for moments in self._optimizer.state.values():
-                moments["step"].zero_()
+        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        model, optimizer = get_state_dict(self._model, self._optimizers)
+        for one in fresh:  # torch made the state by an update with zero gradients, which starts at no number
+            for moments in one.state.values():
+                if "step" in moments:  # Adam's bias correction
+                    moments["step"].zero_()
         if self._config.lora.rank:
             model = {name: tensor for name, tensor in model.items() if is_adapter(name)}
         return {"model": model, "optimizer": optimizer}

@@ -1,11 +1,11 @@
-"""Builds AdamW, and computes the learning rate and weight decay of each update."""
+"""Builds the optimizers, and computes the learning rate and weight decay of each update."""
 
 import math
 from collections.abc import Callable, Iterable
 
 import torch
 
-from services.common.config.trainer import OptimConfig
+from services.common.config.optim import OptimConfig
 
 # Each maps the share of the decay that is done, 0 to 1, to (lr - last lr) / (peak lr - last lr), 1 to 0.
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -53,16 +53,26 @@ def weight_decay(config: OptimConfig, update: int) -> float:
     return start + (end - start) * _SHAPES[config.weight_decay_schedule](1 - update / steps)
 
 
-def make_adamw(config: OptimConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.AdamW:
-    """Returns an AdamW that decays matrices but not norms and biases: by weight_decay * group["wd_mult"] per group."""
-    matrices, vectors = [], []
+def make_optimizers(
+    config: OptimConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], layers: str
+) -> list[torch.optim.Optimizer]:
+    """Returns AdamW, and with `kind` muon, Muon for the matrices whose names begin with `layers`.
+
+    Matrices decay, norms and biases do not: by weight_decay * group["wd_mult"] per group.
+    """
+    hidden, matrices, vectors = [], [], []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # those of experts are a row per expert
-            (matrices if is_matrix else vectors).append(parameter)
-    groups: list[dict[str, object]] = [
-        {"params": matrices, "weight_decay": config.weight_decay, "wd_mult": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "wd_mult": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+            is_hidden = config.kind == "muon" and is_matrix and parameter.ndim == 2 and name.startswith(layers)
+            (hidden if is_hidden else matrices if is_matrix else vectors).append(parameter)
+    by_muon, by_adamw = (
+        [{"params": part, "weight_decay": config.weight_decay * mult, "wd_mult": mult} for part, mult in parts if part]
+        for parts in ([(hidden, 1.0)], [(matrices, 1.0), (vectors, 0.0)])
+    )
+    optimizers: list[torch.optim.Optimizer] = []
+    if by_adamw:
+        optimizers.append(torch.optim.AdamW(by_adamw, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
+    if by_muon:
+        optimizers.append(torch.optim.Muon(by_muon, lr=config.lr, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
+    return optimizers

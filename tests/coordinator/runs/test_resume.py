@@ -215,7 +215,7 @@ def test_another_revision_on_the_hub_is_named_and_another_cache_is_not_another_m
         begin(tmp_path, **models("/home/a", "4567def"))
 
 
-@pytest.mark.parametrize("trainer", [{"strategy": "megatron"}, {"lora": {"rank": 8}}])
+@pytest.mark.parametrize("trainer", [{"strategy": "megatron"}, {"lora": {"rank": 8}}, {"optim": {"kind": "muon"}}])
 def test_what_a_checkpoint_cannot_be_loaded_with_goes_on_from_an_export(tmp_path: Path, trainer: dict):
     begin(tmp_path)
     publish(tmp_path)

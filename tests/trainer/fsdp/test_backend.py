@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import PreconditionFailed, Reason
 from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging
-from services.trainer.updates.optim import make_adamw
+from services.trainer.updates.optim import make_optimizers
 from tests.support import raises
 from tests.trainer import plain_grpo
 from tests.trainer.fsdp_harness import KINDS, SMALL, TEMPERATURE, UPDATES, Harness, batch_of, config, read, samples
@@ -184,16 +184,17 @@ def test_later_minibatches_are_compared_with_the_policy_before_the_batch(worlds:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_resumed_update_is_the_one_that_would_have_been(worlds: dict[int, Path], world: int) -> None:
-    went_on, _ = read(worlds[world], "went-on")
-    resumed, _ = read(worlds[world], "resumed")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_resumed_update_is_the_one_that_would_have_been(worlds: dict[int, Path], world: int, kind: str) -> None:
+    went_on, _ = read(worlds[world], f"{kind}-went-on")
+    resumed, _ = read(worlds[world], f"{kind}-resumed")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in went_on.items())
 
 
 def test_checkpoint_of_two_ranks_continues_on_one(worlds: dict[int, Path], harness: Harness) -> None:
-    harness.open("tied", {}, checkpoint=str(worlds[2] / "checkpoint"))
+    harness.open("tied", {}, checkpoint=str(worlds[2] / "adamw-checkpoint"))
     harness.train(samples(seed=5), version=1)
-    assert_close(harness.parameters(), read(worlds[2], "went-on")[0], SPLIT_TOLERANCE)
+    assert_close(harness.parameters(), read(worlds[2], "adamw-went-on")[0], SPLIT_TOLERANCE)
 
 
 def test_saving_does_not_disturb_training(harness: Harness, tmp_path: Path) -> None:
@@ -347,9 +348,8 @@ def test_weight_decay_spares_norms_and_the_biases_of_experts(harness: Harness) -
     harness.open("untied", {})
     named = dict(harness.backend._model.causal_lm.named_parameters())
     named["experts.down_proj_bias"] = torch.nn.Parameter(torch.zeros(4, 8))
-    groups = {
-        group["weight_decay"]: group["params"] for group in make_adamw(config().optim, named.items()).param_groups
-    }
+    (adamw,) = make_optimizers(config().optim, named.items(), "model.layers.")
+    groups = {group["weight_decay"]: group["params"] for group in adamw.param_groups}
     assert {name for name, p in named.items() if any(p is q for q in groups[0.0])} == {
         name for name in named if "norm" in name or "bias" in name
     }

@@ -144,5 +144,5 @@ def test_resuming_takes_the_optimizers_settings_of_now(harness: Harness, tmp_pat
     harness.open(
         "untied", SMALL | {"optim": {"betas": (0.5, 0.6), "eps": 1e-5}}, checkpoint=str(tmp_path / "checkpoint")
     )
-    groups = harness.backend._optimizer.param_groups
+    groups = harness.backend._optimizers[0].param_groups
     assert {(tuple(group["betas"]), group["eps"]) for group in groups} == {((0.5, 0.6), 1e-5)}

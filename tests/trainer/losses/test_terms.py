@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.loss import Aggregation, LossConfig, LossKind
-from services.common.config.trainer import OptimConfig
+from services.common.config.optim import OptimConfig
 from services.trainer.losses.kinds import Tokens, clipped_surrogate, token_weights
 from services.trainer.losses.policy import KL_ESTIMATES, LOSSES, Totals, distill_loss, kl_k3
 from services.trainer.updates.optim import learning_rate

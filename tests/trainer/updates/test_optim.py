@@ -7,7 +7,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.trainer import OptimConfig
+from services.common.config.optim import OptimConfig
+from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.trainer.updates.optim import learning_rate, weight_decay
 from tests.trainer.fsdp_harness import OPTIM, Harness, samples
 from tests.trainer.harness_processes import run_harness
@@ -111,6 +112,13 @@ def test_half_a_schedule_is_refused(words: str) -> None:
         OptimConfig(**WRONG[words])
 
 
+@pytest.mark.parametrize("kind", [TrainerConfig, CriticSettings])
+def test_muon_is_refused_with_megatron(kind: type[TrainerConfig]) -> None:
+    with pytest.raises(ValidationError, match=r"optim\.kind muon needs strategy fsdp"):
+        kind.model_validate({"strategy": "megatron", "optim": {"kind": "muon"}})
+    kind.model_validate({"optim": {"kind": "muon"}})
+
+
 def test_decay_may_follow_the_warmup_at_once() -> None:
     OptimConfig(schedule="wsd", decay_steps=10, warmup_steps=4, wsd_decay_steps=6)
 
@@ -125,7 +133,7 @@ def test_each_update_has_its_learning_rate_and_weight_decay(harness: Harness) ->
         "weight_decay_steps": 4,
     }
     harness.open("untied", {"optim": settings, "num_minibatches": 2})
-    optimizer, seen, step = harness.backend._optimizer, [], harness.backend._optimizer.step
+    optimizer, seen, step = harness.backend._optimizers[0], [], harness.backend._optimizers[0].step
 
     def recording() -> None:
         matrices, vectors = sorted(optimizer.param_groups, key=lambda group: -group["weight_decay"])
@@ -158,6 +166,25 @@ def test_checkpoint_keeps_the_groups_that_do_not_decay(harness: Harness, tmp_pat
     harness.backend.save(tmp_path / "state")
     harness.open("untied", {})
     harness.backend.load(tmp_path / "state")
-    for group in harness.backend._optimizer.param_groups:
+    for group in harness.backend._optimizers[0].param_groups:
         assert group["wd_mult"] == float(group["params"][0].ndim >= 2)
     assert torch.tensor([harness.train(samples(), 1)["loss"]]).isfinite()
+
+
+def test_muon_updates_the_matrices_of_layers_and_adamw_all_else(harness: Harness) -> None:
+    settings = OPTIM | {"kind": "muon", "max_grad_norm": 1e9}
+    harness.open("untied", {"optim": settings})
+    want = {name: torch.nn.Parameter(tensor) for name, tensor in harness.parameters().items()}
+    gradients, _ = harness.gradients_of(samples())
+    hidden = [name for name, tensor in want.items() if ".layers." in name and tensor.ndim == 2]
+    assert len(hidden) == 7 * 2 and {"lm_head.weight", "model.embed_tokens.weight"} <= want.keys() - hidden
+    config = OptimConfig(**settings)
+    for name, parameter in want.items():
+        parameter.grad = gradients[name]
+        rates = {"lr": config.lr, "weight_decay": config.weight_decay if parameter.ndim == 2 else 0.0}
+        if name in hidden:
+            torch.optim.Muon([parameter], adjust_lr_fn="match_rms_adamw", **rates).step()
+        else:
+            torch.optim.AdamW([parameter], betas=config.betas, eps=config.eps, fused=True, **rates).step()
+    # The same operations on one rank.
+    assert all(torch.equal(tensor, want[name]) for name, tensor in harness.parameters().items())
