@@ -126,7 +126,8 @@ def _count(value: object, sizes: dict[int, int], depth: int) -> int:
     return sizes[key]
 
 
-# Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name.
+# Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name, or all of it where the last
+# part alone is nearer to another key.
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "batch_size": "prompts_per_step",
@@ -143,6 +144,21 @@ _OTHER_NAMES = {
     "max_prompt_length": "max_prompt_tokens",
     "save_steps": "save_freq",
     "eval_steps": "eval_freq",
+    "save_total_limit": "max_ckpts_to_keep",
+    "per_device_train_batch_size": "prompts_per_step",
+    "gradient_accumulation_steps": "max_tokens_per_microbatch",
+    "num_iterations": "trainer.num_epochs",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup_steps",
+    "bf16": "compute_dtype",
+    "beta": "kl_coef",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "loss_type": "aggregation",
+    "reward_funcs": "scorers",
+    "resume_from_checkpoint": "resume",
+    "output_dir": "runs_dir",
+    "run_name": "name",
 }
 
 

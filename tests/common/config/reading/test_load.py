@@ -348,24 +348,6 @@ def test_default_that_breaks_its_own_rule_is_noticed() -> None:
         assert model.model_config["validate_default"] and model.model_config["extra"] == "forbid"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("optim.learning_rate", "trainer.optim.lr"),
-        ("trainer.optim.learning_rate", "trainer.optim.lr"),
-        ("learning_rate", "trainer.optim.lr"),
-        ("lr", "trainer.optim.lr"),
-        ("temperature", "rollout.sampling.temperature"),
-        ("data.batch_size", "data.prompts_per_step"),
-        ("rollout.n", "rollout.completions_per_prompt"),
-        ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
-    ],
-)
-def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:
-    message = refused(file, f"{wrong}=1")
-    assert (f"did you mean {right}?" if right else "lists every key") in message
-
-
 def test_an_error_of_a_table_names_the_source_of_the_keys_that_it_is_about(tmp_path: Path) -> None:
     in_file = _nested("trainer.num_ranks", 1)["trainer"] | {"optim": {"lr": 1e-5}}
     path = write(tmp_path, "grpo.yaml", yaml.safe_dump(SMALLEST | {"trainer": in_file}))

@@ -1,4 +1,4 @@
-"""Tests that hostile YAML ends in a message, quickly, and that ordinary anchors and merges still work."""
+"""Tests that hostile YAML ends in a message, quickly, ordinary anchors and merges work, and foreign keys are known."""
 
 import json
 
@@ -94,3 +94,24 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
         "data.eval: a name must be text, and True is a truth value, as YAML reads yes, on and true: put it into quotes"
     )
     assert told in refused(file, "data.eval={on: a.parquet}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optim.learning_rate", "trainer.optim.lr"),
+        ("trainer.optim.learning_rate", "trainer.optim.lr"),
+        ("learning_rate", "trainer.optim.lr"),
+        ("lr", "trainer.optim.lr"),
+        ("temperature", "rollout.sampling.temperature"),
+        ("data.batch_size", "data.prompts_per_step"),
+        ("rollout.n", "rollout.completions_per_prompt"),
+        ("beta", "trainer.loss.kl_coef"),  # which had been taken for optim.betas
+        ("trainer.bf16", "trainer.compute_dtype"),
+        ("num_iterations", "trainer.num_epochs"),
+        ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
+    ],
+)
+def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:
+    message = refused(file, f"{wrong}=1")
+    assert (f"did you mean {right}?" if right else "lists every key") in message
