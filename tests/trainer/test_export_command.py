@@ -122,9 +122,13 @@ def test_an_export_serves_no_metrics(tmp_path: Path) -> None:
 
 
 async def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
-    code, output = await lockstep("export", tmp_path, "--out", tmp_path / "out")
-    assert (code, "has no manifest.json; give one of its checkpoints" in output) == (2, True), output
+    saved = tmp_path / "checkpoints" / "step-000003"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
+    for wrong in (tmp_path, saved.parent, saved.with_name("step-000001")):  # the last one was deleted
+        code, output = await lockstep("export", wrong, "--out", tmp_path / "out")
+        words = f"{wrong} has no manifest.json; give one of the run's checkpoints: {saved}"
+        assert (code, words in output) == (2, True), output
     (tmp_path / "unsaved").mkdir()
     (tmp_path / "unsaved" / LEDGER).touch()
     code, output = await lockstep("export", tmp_path / "unsaved", "--out", tmp_path / "out")

@@ -53,8 +53,9 @@ def export_config(checkpoint: Path, overrides: Sequence[str], dtype: str) -> Any
 
 
 def _instead_of(path: Path) -> str:
-    if has := sorted(str(saved) for saved in (path / CHECKPOINTS).glob("step-*")):
-        return f"give one of its checkpoints: {', '.join(has)}"
+    folders = path / CHECKPOINTS, path, path.parent  # of a run's directory, its checkpoints, one that was deleted
+    if has := sorted(str(saved.parent) for folder in folders for saved in folder.glob("step-*/manifest.json")):
+        return f"give one of the run's checkpoints: {', '.join(has)}"
     if (path / LEDGER).is_file():
         return "this run has no checkpoints: checkpoint.save_freq makes them, so set it when you train"
     return "give a checkpoint of a run"
