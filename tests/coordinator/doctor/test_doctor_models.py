@@ -57,6 +57,12 @@ def test_fsdp_is_asked_about_a_model_that_megatron_refuses(
     assert_fails(model, FAIL, "not gemma2", fix)
 
 
+def test_a_target_of_adapters_that_is_not_there_is_no_fault_of_the_model() -> None:
+    lora = {"rank": 8, "target_modules": ["q_proj"]}
+    model, *_ = examine_inputs(config_with(trainer={"lora": lora}), Addresses())
+    assert_fails(model, FAIL, "kind lora has no q_proj", "correct trainer.lora.target_modules")
+
+
 @pytest.mark.parametrize(
     ("trainer", "gpus", "kernel"),
     [
