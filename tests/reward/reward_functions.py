@@ -47,6 +47,10 @@ def not_a_number(**_):
     return float("nan")
 
 
+def nothing(**_):
+    return None
+
+
 def text(**_):
     return "1.0"
 

@@ -196,7 +196,8 @@ def _score(result: Any) -> float:
         raise result
     result = child.plain(result)
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
-        raise TypeError(f"a score must be a finite number, not {result!r}")
+        fix = ": return 0 where it has nothing to judge" if result is None else ""
+        raise TypeError(f"a score must be a finite number, not {result!r}{fix}")
     return float(result)
 
 

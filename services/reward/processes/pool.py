@@ -113,7 +113,7 @@ class Worker:
                     await self._write({"id": number, **message})
                 answer = await asyncio.shield(reply)
         except TimeoutError:
-            late = f"no answer within {limit_s:g} s"
+            late = f"no answer within {limit_s:g} s (timeout_s)"
             if await self._cancel(number, message, reply):
                 raise self._crash(f"{late}, nor to other calls") from None
             raise self._target.error("TIMEOUT", late, "") from None

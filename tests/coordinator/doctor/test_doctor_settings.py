@@ -62,6 +62,13 @@ def test_scorers_score_the_first_rows(name: str, verdict: Verdict, result: str) 
     assert (finding.verdict, result in finding.result) == (verdict, True), finding
 
 
+def test_a_scorer_that_is_too_slow_is_given_more_time() -> None:
+    scorers = [{"kind": "python", "path": "tests.reward.reward_functions:hangs"}]
+    reward = config_with(reward={"scorers": scorers, "timeout_s": 0.5}).reward
+    finding = settings.check_scorers(reward, [[sample("42")]])
+    assert_fails(finding, FAIL, "TIMEOUT: no answer within 0.5 s (timeout_s)", "raise reward.timeout_s")
+
+
 def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def loss(tokens, config): ...\n")
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,8 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
         ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1: out of memory (reward.max_memory_gib)"),
         pytest.param("leaves", FailureReason.CRASHED, "exit code 1: sys.exit(no such column)", marks=pytest.mark.long),
-        ("hangs", FailureReason.TIMEOUT, "within 0.5 s"),
+        ("nothing", FailureReason.ERROR, "not None: return 0 where it has nothing to judge"),
+        ("hangs", FailureReason.TIMEOUT, "within 0.5 s (timeout_s)"),
     ],
 )
 async def test_a_bad_function_is_a_typed_failure_each_time(open_run, make_item, name, reason, words):
