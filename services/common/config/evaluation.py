@@ -51,7 +51,7 @@ class EvaluationFrequency(Strict):
     """When held-out sets are evaluated, and when that ends the run."""
 
     eval_freq: int = Field(default=0, ge=0)
-    """Evaluate every this many steps, and after the last step; 0 turns this off."""
+    """Evaluate every this many steps, and after the last step; 0 leaves only eval_before_train."""
     eval_before_train: bool = True
     """Evaluate the starting weights before the first step, if data.eval names a file."""
     early_stopping: EarlyStoppingConfig | None = None

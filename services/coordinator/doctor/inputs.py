@@ -203,7 +203,7 @@ def _rows(config: SftConfig, addresses: Addresses) -> list[Finding]:
     num_steps = config.num_steps or data.train.num_steps(config.num_epochs or 0)
     num_read = num_steps * config.data.samples_per_step
     return [
-        _sizes(data.train, data.held_out, "row"),
+        _sizes(data.train, data.held_out, "row", config.evaluation.eval_freq),
         Finding("first row", f"{counted(first.num_tokens, 'token')}: {shown(prompt)}; trained on: {shown(trained)}"),
         _steps(num_steps, num_read, len(data.train), "row"),
     ]
@@ -218,15 +218,16 @@ def _prompts(config: Config, addresses: Addresses, loaded: list[rl.Dataset] | No
     answer = f"; answer: {shown(first.answer)}" if first.answer is not None else ""
     sent = data.tokenizer.decode(first.tokens, skip_special_tokens=False)
     return [
-        _sizes(data.train, data.eval, "prompt"),
+        _sizes(data.train, data.eval, "prompt", config.evaluation.eval_freq),
         Finding("first prompt", f"{counted(len(first.tokens), 'token')}: {shown(sent)}{answer}"),
         _steps(config.num_steps, num_read, len(data.train), "prompt"),
     ]
 
 
-def _sizes(train: Sized, held_out: Mapping[str, Sized], noun: str) -> Finding:
+def _sizes(train: Sized, held_out: Mapping[str, Sized], noun: str, eval_freq: int) -> Finding:
     others = "".join(f", {len(rows)} held out in {name}" for name, rows in held_out.items())
-    return Finding("data", f"{counted(len(train), noun)}{others}")
+    unused = "; not evaluated after a step: evaluation.eval_freq is 0" if held_out and not eval_freq else ""
+    return Finding("data", f"{counted(len(train), noun)}{others}{unused}")
 
 
 def _steps(num_steps: int, num_read: int, num_rows: int, noun: str) -> Finding:

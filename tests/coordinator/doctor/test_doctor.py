@@ -214,7 +214,11 @@ def test_model_and_data(tmp_path: Path) -> None:
     data = {"train": file, "eval": {"few": file}, "prompts_per_step": 8}
     attention, model, found, first, steps = examine_inputs(config_with(data=data), Addresses())
     assert (attention.check, attention.verdict) == ("attention", OK)
-    assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 prompts, 16 held out in few")
+    held_out = "16 prompts, 16 held out in few"
+    never = f"{held_out}; not evaluated after a step: evaluation.eval_freq is 0"
+    assert (model.verdict, found.verdict, found.result) == (OK, OK, never)
+    _, _, found, *_ = examine_inputs(config_with(data=data, evaluation={"eval_freq": 5}), Addresses())
+    assert found.result == held_out
     assert first.result.endswith("tokens: '1+1='; answer: '2'")
     assert steps.result == "100 steps read 800 prompts, 50 epochs, if every one is used"
 
@@ -259,6 +263,7 @@ def test_rows_of_a_supervised_run(tmp_path: Path) -> None:
         "data": {"train": str(file), "eval": {"few": str(file)}, "samples_per_step": 8, "end_token": "<eos>"},
         "trainer": {},
         "num_steps": 1,
+        "evaluation": {"eval_freq": 1},
     }
     _, model, found, first, steps = examine_inputs(SftConfig.model_validate(tree), Addresses())
     assert (model.verdict, found.verdict, found.result) == (OK, OK, "16 rows, 16 held out in few")
