@@ -137,6 +137,7 @@ _OTHER_NAMES = {
     "n": "completions_per_prompt",
     "max_steps": "num_steps",
     "total_steps": "num_steps",
+    "total_training_steps": "num_steps",
     "epochs": "num_epochs",
     "num_train_epochs": "num_epochs",
     "max_new_tokens": "max_tokens",
@@ -144,6 +145,7 @@ _OTHER_NAMES = {
     "max_prompt_length": "max_prompt_tokens",
     "save_steps": "save_freq",
     "eval_steps": "eval_freq",
+    "test_freq": "eval_freq",
     "save_total_limit": "max_ckpts_to_keep",
     "per_device_train_batch_size": "prompts_per_step",
     "gradient_accumulation_steps": "max_tokens_per_microbatch",
@@ -165,9 +167,10 @@ _OTHER_NAMES = {
 def suggest(known: Sequence[str], path: str, value: object) -> str:
     """Returns the dotted key of `known` that is nearest to the unknown key `path`, or "" if none is near.
 
-    If `path` begins with a section that exists, only the keys of that section are searched. Of equally near keys, the
-    first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is added to the
-    path, because only its last part may be misspelled.
+    The key that is called like it in another section is found if there is only one, or one outside of sections.
+    Otherwise, if `path` begins with a section that exists, only the keys of that section are searched. Of equally near
+    keys, the first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is
+    added to the path, because only its last part may be misspelled.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()
@@ -178,11 +181,13 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     siblings = [key for key in known if _split(key)[0] == parent]
     leaf = _OTHER_NAMES.get(leaf, leaf)
     written = f"{parent}.{leaf}" if parent else leaf
+    everywhere = [leaf] if leaf in known else [key for key in known if _split(key)[1] == leaf]
     # Without the section, because what all keys have in common makes none of them near.
     by_rest = {key.removeprefix(prefix): key for key in in_section}
     near = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
     return (
-        _by_leaf(siblings, leaf)
+        (everywhere[0] if len(everywhere) == 1 else "")
+        or _by_leaf(siblings, leaf)
         or _best([key for key in in_section if _split(key)[1] == leaf], parent)
         or (by_rest[near[0]] if near else "")
         or _by_leaf([key for key in in_section if "[" not in key and "<" not in key], leaf)

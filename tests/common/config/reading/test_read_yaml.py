@@ -109,6 +109,8 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
         ("beta", "trainer.loss.kl_coef"),  # which had been taken for optim.betas
         ("trainer.bf16", "trainer.compute_dtype"),
         ("num_iterations", "trainer.num_epochs"),
+        ("trainer.test_freq", "evaluation.eval_freq"),  # no other key is called eval_freq
+        ("trainer.max_steps", "num_steps"),
         ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
     ],
 )
