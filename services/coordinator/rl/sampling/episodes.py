@@ -100,6 +100,7 @@ class EpisodeCollector(PlayedCollector):
             added = self._dialog.reply(completion.tokens, reply.messages)
             if len(stream.tokens) + len(added) >= self._max_tokens:
                 reason = FinishReason.FINISH_REASON_LENGTH
+                self._counts["no_room"] += 1
                 break
             stream.add_context(added)
             taken.append((completion.tokens, reply.messages))

@@ -225,6 +225,8 @@ async def test_limits_end_an_episode_with_the_rewards_so_far(settings: dict[str,
         assert len(row["turn_begins"]) == turns
         assert len(row["tokens"]) <= settings.get("max_tokens", 99)
         assert row["turn_ends"][-1] == len(row["tokens"]), "it ends with a turn of the policy"
+    without_room = played_on.metrics.get("environment/no_room", 0)  # type: ignore[attr-defined]
+    assert without_room == (0 if "max_turns" in settings else 2)
 
 
 @pytest.mark.parametrize("failures", [[CRASHED], [TIMEOUT, CRASHED]])
