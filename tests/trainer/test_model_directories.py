@@ -22,7 +22,7 @@ NORM = "model.norm.weight"
 DAMAGE: dict[str, Change] = {
     CONFIG: contains(CONFIG, b"[" * 100_000),
     "hidden_size": has_json(hidden_size=float("nan")),
-    "num_hidden_layers 1000000000 is more": has_json(num_hidden_layers=10**9, layer_types=None),
+    "num_hidden_layers 1000000000 is not": has_json(num_hidden_layers=10**9, layer_types=None),
     "tokenizer.json: ": contains("tokenizer.json", b'{"added_tokens": [3]}'),
     "qwen99": has_json(model_type="qwen99"),
     "model.layers.2.": has_json(num_hidden_layers=3, layer_types=None),

@@ -267,9 +267,12 @@ def _architecture(content: Mapping[str, object], source: str) -> Architecture:
     else:
         head_dim = _size(content, "head_dim", default=sizes["hidden_size"] // heads)
     sizes |= {name: _nullable_size(content, name) for name in family.nullable}
+    groups = _size(content, "num_key_value_heads", default=heads)
+    if heads % groups:
+        raise ValueError(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
     return Architecture(
         model_type=model_type,
-        num_key_value_heads=_size(content, "num_key_value_heads", default=heads),
+        num_key_value_heads=groups,
         head_dim=head_dim,
         tie_word_embeddings=content.get("tie_word_embeddings") is True,
         dense_layers=dense,
@@ -285,7 +288,7 @@ def _first(keys: tuple[str, ...], content: Mapping[str, object]) -> str:
 
 
 def _size(content: Mapping[str, object], key: str, *, default: int | None = None) -> int:
-    value = content.get(key) or default
+    value = default if content.get(key) is None else content[key]
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {content.get(key)!r}, not a size")
     return value

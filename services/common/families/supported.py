@@ -45,12 +45,28 @@ def choose(device: str, dtype: str, head_size: int, *, has_cap: bool = False) ->
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 # Models for which `dynamic` with an alpha sets a fixed base, up to max_position_embeddings.
 _HAS_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-# Keys of which each number is a list or a dictionary of that length, of modules or labels. Families name them in their
-# own ways, and `num_layers` with its short forms are transformers' other names of num_hidden_layers.
+# The least and the most of numbers that any model has. Families name layers and experts in their own ways, and
+# `num_layers` with its short forms are transformers' other names of num_hidden_layers. Making a list of more would take
+# all memory, a length above the most would take an engine's, and a base or factor of rotary angles or an epsilon of a
+# norm outside of its bounds makes log-probabilities NaN, or the same for all tokens.
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_COUNTS = (*_LAYERS, *_EXPERTS, "num_labels")
-_MOST, _MOST_LABELS = 4096, 100_000
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys((*_LAYERS, *_HEADS), (0, 4096)),
+    **dict.fromkeys(_EXPERTS, (0, 16_384)),  # transformers' Doge has as many
+    "num_labels": (0, 100_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), (0, 10**8)),
+    **dict.fromkeys(_EPSILONS, (1e-30, 0.5)),
+    **dict.fromkeys(("rope_theta", "factor"), (1e-30, 1e30)),
+}
+_DTYPES = ("float16", "half", "bfloat16", "float32", "float", "float64", "double")
+# Those that transformers knows, which cannot be asked where torch is not installed.
+ACTIVATIONS = frozenset(
+    "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace "  # noqa: SIM905
+    "leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu".split()
+)
 # transformers' defaults of keys that a config.json may leave out.
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {"mistral": {"sliding_window": 4096}}
 # Keys of a composite config that are true of its text part, too.
@@ -59,23 +75,24 @@ ASK_FSDP = "; lockstep run --dry-run says whether strategy fsdp supports it"
 
 
 def require_counts(content: JsonObject, source: str) -> None:
-    """Refuses a config.json with more layers or experts than any model has, which would take all memory, or with a base
-    of rotary angles that makes them 0 or NaN.
+    """Refuses a config.json with a number that no model has, or a dtype that is none of floating point.
 
-    This is also true of its parts, such as text_config, vision_config and rope_parameters.
+    Numbers of its parts, such as text_config, vision_config and rope_parameters, and of layers in a list, count too.
     """
     parts = [content]
     for part in parts:
         parts += [cast(JsonObject, value) for value in part.values() if isinstance(value, dict)]
-        for key in _COUNTS:
-            value = part.get(key)
-            most = _MOST_LABELS if key == "num_labels" else _MOST
-            if isinstance(value, int | float) and value > most:
-                raise InvalidInput(f"model: {source}: {key} {value!r} is more than {most}", field="model")
-        base: object = part.get("rope_theta")  # of all layers, or a list of those of each
-        for one in cast(list[object], base) if isinstance(base, list) else [] if base is None else [base]:
-            if isinstance(one, bool) or not isinstance(one, int | float) or not 0 < one < math.inf:
-                raise InvalidInput(f"model: {source}: rope_theta {one!r} is not a number above 0", field="model")
+        for key in _BOUNDS.keys() & part.keys():
+            (least, most), value = _BOUNDS[key], part[key]
+            for one in cast(list[object], value) if isinstance(value, list) else [value]:
+                is_right = isinstance(one, int | float) and not isinstance(one, bool) and least <= one <= most
+                if isinstance(one, str | int | float) and not is_right:
+                    problem = f"{key} {one!r} is not a number from {least:g} to {most:g}"
+                    raise InvalidInput(f"model: {source}: {problem}", field="model")
+    for key in ("dtype", "torch_dtype"):
+        dtype = content.get(key)
+        if isinstance(dtype, str | int | float) and dtype not in _DTYPES:
+            raise InvalidInput(f"model: {source}: {key} {dtype!r} is not one of {', '.join(_DTYPES)}", field="model")
 
 
 def check_counts(model_path: str | Path) -> None:
@@ -110,6 +127,8 @@ def _of_both(content: JsonObject) -> Iterator[str]:
         yield "quantization_config is not supported: weights must be of floating point"
     if content.get("transformers_weights"):
         yield "transformers_weights is not supported: the weights must be in model.safetensors or in an index's files"
+    if model_type in FAMILIES and str(act := content.get("hidden_act", "silu")) not in ACTIVATIONS:
+        yield f"hidden_act {act!r} is not a function that transformers knows"
     for rope in _ropes(content).values():
         kind = _kind(rope)
         is_fixed = kind == "dynamic" and bool(rope.get("alpha")) and model_type in _HAS_ALPHA

@@ -105,6 +105,9 @@ def test_unusable_model_is_refused(tmp_path: Path) -> None:
     for content, words in (
         ({"model_type": "gpt2"}, ["'gpt2'", "llama", "qwen3_moe"]),
         ({"model_type": "qwen3", **BASE, "vocab_size": None}, ["vocab_size is None"]),
+        ({"model_type": "qwen3", **BASE, "head_dim": 0}, ["head_dim is 0, not a size"]),
+        ({"model_type": "qwen3", **BASE, "num_key_value_heads": 0}, ["num_key_value_heads is 0, not a size"]),
+        ({"model_type": "qwen3", **BASE, "num_key_value_heads": 3}, ["num_key_value_heads 3 does not divide num_att"]),
         ({"model_type": "qwen3"}, ["num_hidden_layers is None, not a size"]),
         ({"model_type": "qwen3_moe", **MOE, "mlp_only_layers": 1}, ["mlp_only_layers 1"]),
         ({"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 0}, ["decoder_sparse_step 0"]),

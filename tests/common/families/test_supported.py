@@ -1,13 +1,13 @@
 """Tests which models each strategy refuses from config.json, and that omitted keys mean transformers' defaults."""
 
-from math import log
+from math import inf, log, nan
 from typing import Any
 
 import pytest
 
 from services.common.errors import InvalidInput
 from services.common.families.registry import FAMILIES
-from services.common.families.supported import ASK_FSDP, require_supported
+from services.common.families.supported import ACTIVATIONS, ASK_FSDP, require_counts, require_supported
 
 BOTH, MEGATRON = ("fsdp", "megatron"), ("megatron",)
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0}
@@ -47,16 +47,42 @@ ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}  # as in Hunyuan-7B-
         ({"model_type": "phi3", "partial_rotary_factor": 0.5}, (), ""),
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, BOTH, "quantization_config"),
         ({"model_type": "qwen3", "transformers_weights": "other.safetensors"}, BOTH, "transformers_weights"),
-        ({"model_type": "qwen3_moe", "num_experts": 10**9}, BOTH, "num_experts 1000000000 is more than 4096"),
-        ({"model_type": "bloom", "n_layer": 10**7}, BOTH, "n_layer 10000000 is more than 4096"),
-        ({"model_type": "qwen3", "num_labels": 10**9}, BOTH, "num_labels 1000000000 is more than 100000"),
-        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**8}}, BOTH, "layers 100000000 is more than"),
-        ({"model_type": "gemma3", "vision_config": {"depth": float("inf")}}, BOTH, "depth inf is more than 4096"),
-        ({"model_type": "qwen2", "rope_theta": 0}, BOTH, "rope_theta 0 is not a number above 0"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 10**9},
+            BOTH,
+            "num_experts 1000000000 is not a number from 0 to 16384",
+        ),
+        ({"model_type": "bloom", "n_layer": 10**7}, BOTH, "n_layer 10000000 is not a number from 0 to 4096"),
+        ({"model_type": "qwen3", "num_labels": 10**9}, BOTH, "num_labels 1000000000 is not a number from 0 to 100000"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**8}}, BOTH, "layers 100000000 is not"),
+        (
+            {"model_type": "gemma3", "vision_config": {"depth": float("inf")}},
+            BOTH,
+            "depth inf is not a number from 0 to 4096",
+        ),
+        ({"model_type": "qwen2", "rope_theta": 0}, BOTH, "rope_theta 0 is not a number from 1e-30"),
         ({"model_type": "qwen2", "rope_theta": float("nan")}, BOTH, "rope_theta nan is not"),
         ({"model_type": "qwen2", "rope_theta": 1e-9}, (), ""),
+        ({"model_type": "gemma9", "head_dim": 0, "rms_norm_eps": None}, MEGATRON, "strategy megatron knows"),
+        *(({"model_type": "gemma9", key: -1}, BOTH, f"{key} -1 is not") for key in ("head_dim", "vocab_size")),
+        *(
+            ({"model_type": "qwen3", "rms_norm_eps": eps}, BOTH, f"rms_norm_eps {eps!r} is")
+            for eps in (-1, 0, nan, inf)
+        ),
+        ({"model_type": "gemma9", "text_config": {"layer_norm_eps": "1e-6"}}, BOTH, "layer_norm_eps '1e-6' is not"),
+        (
+            {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": nan}},
+            BOTH,
+            "factor nan is not a number",
+        ),
+        ({"model_type": "qwen3", "max_position_embeddings": 10**30}, BOTH, "max_position_embeddings 1000"),
+        ({"model_type": "qwen3", "dtype": "int8"}, BOTH, "dtype 'int8' is not one of float16"),
+        ({"model_type": "gemma9", "torch_dtype": 3}, BOTH, "torch_dtype 3 is not one of"),
+        ({"model_type": "qwen3", "torch_dtype": None, "dtype": "bfloat16"}, (), ""),
+        ({"model_type": "qwen3", "hidden_act": ["silu"]}, BOTH, "hidden_act ['silu'] is not a function that"),
+        ({"model_type": "qwen3", "hidden_act": "silly"}, BOTH, "hidden_act 'silly' is not a function that"),
         ({"model_type": "gemma9", "rope_theta": [1e4, 5_000_000]}, MEGATRON, "strategy megatron knows"),
-        ({"model_type": "gemma9", "rope_theta": [1e4, -1]}, BOTH, "rope_theta -1 is not a number above 0"),
+        ({"model_type": "gemma9", "rope_theta": [1e4, -1]}, BOTH, "rope_theta -1 is not a number from 1e-30"),
         ({"model_type": "gemma9", "rope_parameters": {"full": {"rope_theta": 1e999}}}, BOTH, "rope_theta inf is not"),
         ({"model_type": "gemma9", "text_config": {"rope_parameters": {"rope_theta": "x"}}}, BOTH, "rope_theta 'x' is"),
         ({"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 40.0}}, (), ""),
@@ -99,6 +125,16 @@ def test_rules(content: dict[str, Any], refused_by: tuple[str, ...], named: str)
 def test_a_scaling_that_is_no_object_is_refused() -> None:
     with pytest.raises(InvalidInput, match="rope_parameters is 3"):
         require_supported({"model_type": "llama", "rope_scaling": 3}, "fsdp", "config.json")
+
+
+def test_no_config_of_transformers_has_a_number_out_of_bounds() -> None:
+    transformers, activations = pytest.importorskip("transformers"), pytest.importorskip("transformers.activations")
+    assert set(activations.ACT2FN) == ACTIVATIONS
+    every = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    configs = [config for config in every if "musicgen" not in config.model_type]  # which have no defaults
+    for config in configs:
+        require_counts(config().to_dict(), config.model_type)
+    assert len(configs) > 100
 
 
 @pytest.mark.parametrize("strategy", BOTH)
