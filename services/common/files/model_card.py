@@ -9,6 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -89,25 +90,31 @@ def model_digests(card: ModelCard) -> dict[str, str]:
 
 
 def _meaning(name: str, content: bytes) -> bytes:
+    if name == _REQUIRED:
+        return json.dumps(_counted(full_config(parse_object(content, Path(name)), name)), sort_keys=True).encode()
     try:
-        if name == _REQUIRED:
-            return json.dumps(_counted(_read_config(content)), sort_keys=True).encode()
         if name == "tokenizer.json":
             tokenizer = json.loads(content)
             added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
             return json.dumps([tokenizer.get("model", {}).get("vocab"), added], sort_keys=True).encode()
-    except Exception as error:  # transformers' classes of configs refuse values by many kinds of errors
+    except Exception as error:
         raise InvalidInput(f"model: {name}: {error!r}", field="model") from error
     return content
 
 
-def _read_config(config_json: bytes) -> JsonObject:
-    """Returns config.json with the defaults of transformers, if it knows the model."""
+def full_config(content: JsonObject, source: str) -> JsonObject:
+    """Returns a config.json with the defaults of transformers, if it knows the model; errors name `source`.
+
+    Raises:
+        InvalidInput: It has a value that no model has.
+    """
     from transformers import CONFIG_MAPPING
 
-    content = json.loads(config_json)
-    is_known = content.get("model_type") in CONFIG_MAPPING
-    return json.loads(_with_defaults(content).to_json_string(use_diff=False)) if is_known else content
+    try:
+        is_known = content.get("model_type") in CONFIG_MAPPING
+        return json.loads(_with_defaults(content).to_json_string(use_diff=False)) if is_known else content
+    except Exception as error:  # its classes of configs refuse values by many kinds of errors
+        raise InvalidInput(f"model: {source}: {error!r}", field="model") from error
 
 
 def _counted(value: Any) -> Any:
@@ -188,6 +195,8 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _ADAPTER = "adapter_config.json"
 # A file begins with the length of its header, which is JSON; the format's readers refuse a longer one.
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
+# How safetensors names the dtypes of weights. Others are quantized, and their scales would be ignored.
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def read_weight_map(directory: Path) -> dict[str, str]:
@@ -218,29 +227,61 @@ def shard_names(weight_map: Mapping[str, str]) -> list[str]:
     return sorted(set(weight_map.values())) or [WHOLE]
 
 
-def require_whole_weights(directory: Path) -> None:
-    """Checks that all files of a model's weights are there, and as long as their headers say."""
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `dtype` is safetensors' name, such as BF16."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def whole_weights(directory: Path) -> dict[str, Stored]:
+    """Returns the tensors of a model by name, all of whose files are there and as long as their headers say."""
+    stored: dict[str, Stored] = {}
     for name in shard_names(read_weight_map(directory)):
         file = directory / name
         if not is_there(file):
             raise InvalidInput(f"model: {file} does not exist", field="model")
-        if problem := _problem(file):
-            raise InvalidInput(f"model: {file} is not a whole safetensors file: {problem}", field="model")
+        try:
+            stored |= _read_header(file)
+        except ValueError as error:
+            raise InvalidInput(f"model: {file} is not a whole safetensors file: {error}", field="model") from error
+    return stored
 
 
-def _problem(file: Path) -> str:
+def _read_header(file: Path) -> dict[str, Stored]:
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
             size = os.fstat(opened.fileno()).st_size
-            if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-                return "its header is cut off" if size else "it is empty"
-            header = parse_object(opened.read(length), file)
-        tensors = [cast(JsonObject, tensor) for name, tensor in header.items() if name != "__metadata__"]
-        expected = _LENGTH_BYTES + length + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-    except (InvalidInput, OSError, ValueError, TypeError, LookupError):
-        return "its header cannot be read"
-    return "" if size == expected else f"it has {size} bytes, and its header describes {expected}"
+            is_cut = length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES)
+            header: Mapping[str, Any] = {} if is_cut else parse_object(opened.read(length), file)
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        stored = {name: Stored(file, str(one["dtype"]), tuple(one["shape"])) for name, one in tensors.items()}
+        expected = _LENGTH_BYTES + length + max((int(one["data_offsets"][1]) for one in tensors.values()), default=0)
+    except (InvalidInput, OSError, ValueError, TypeError, LookupError) as error:
+        raise ValueError("its header cannot be read") from error
+    if is_cut:
+        raise ValueError("its header is cut off" if size else "it is empty")
+    if size != expected:
+        raise ValueError(f"it has {size} bytes, and its header describes {expected}")
+    return stored
+
+
+def require_shapes(stored: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+    """Checks that a model has the `expected` tensors, of these shapes and of floating point."""
+    if missing := [name for name in expected if name not in stored]:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise InvalidInput(f"model: {directory} has no tensor {', '.join(missing[:5])}{more}", field="model")
+    for name, shape in expected.items():
+        tensor, problem = stored[name], ""
+        if tensor.shape != tuple(shape):
+            problem = f"shape {list(tensor.shape)}, but config.json gives {list(shape)}"
+        elif tensor.dtype not in _FLOATS:
+            problem = f"dtype {tensor.dtype}; weights must be {', '.join(_FLOATS)}"
+        if problem:
+            raise InvalidInput(f"model: {tensor.file}: {name} has {problem}", field="model")
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -21,10 +21,11 @@ from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError
 from services.common.families.architecture import make_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, choose
-from services.common.files.model_card import read_model_card, require_whole_weights
+from services.common.files.model_card import full_config, read_model_card, require_shapes, whole_weights
 from services.common.json_values import JsonObject
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
+from services.coordinator.compat.without_torch import import_transformers
 from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
@@ -69,7 +70,21 @@ def check_weights(config: AnyConfig, addresses: Addresses, *, may_download: bool
         in_cache = directory.parent.name == "snapshots"  # of the Hub: models--OWNER--NAME/snapshots/REVISION
         is_left = may_download and in_cache and not any(directory.glob("*.safetensors"))
         if directory.is_dir() and not (addresses.of(name) or is_converted or is_left):
-            require_whole_weights(directory)
+            _check_tensors(directory, is_critic=name == "critic")
+
+
+def _check_tensors(directory: Path, *, is_critic: bool) -> None:
+    stored, content, source = whole_weights(directory), read_content(directory), f"{directory}/config.json"
+    if content.get("model_type") not in FAMILIES:
+        return  # the trainer's code knows the tensors
+    import_transformers()
+    model = make_architecture(full_config(content, source), source)
+    expected = model.checkpoint_shapes()
+    if is_critic:  # whose head is made for it
+        expected.pop(model.family.output.tensors[0], None)
+    elif model.tie_word_embeddings and model.family.output.tensors[0] in stored:
+        expected.pop(model.family.embedding.tensors[0])  # transformers takes either
+    require_shapes(stored, expected, directory)
 
 
 def with_checked_models(config: ConfigT, addresses: Addresses, *, has_weights: bool = True) -> ConfigT:

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,25 +13,14 @@ from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
 from services.common.families.supported import check_counts
-from services.common.files.model_card import INDEX, read_weight_map, shard_names
+from services.common.files.model_card import INDEX, Stored, read_weight_map, require_shapes, shard_names
 from services.common.files.storage import is_there
 
-# How safetensors names the dtypes of weights. Others are quantized, and their scales would be ignored.
-_FLOATS = ("F64", "F32", "F16", "BF16")
 # A tensor in old checkpoints; transformers computes it from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$"
 # Rows of a tensor that are compared at a time.
 _ROWS = 4096
 _SAMPLED_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file. `dtype` is safetensors' name, such as BF16."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -85,15 +73,7 @@ def require_tensors(
     other tensor, which would be left out of the model, and so out of what engines are sent; except those that
     transformers leaves out on purpose, by the regular expressions in `ignored`.
     """
-    if missing := [name for name in expected if name not in stored]:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise _refusal(f"{directory} has no tensor {', '.join(missing[:5])}{more}")
-    for name, shape in expected.items():
-        tensor = stored[name]
-        if tensor.shape != tuple(shape):
-            raise _refusal(f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json gives {list(shape)}")
-        if tensor.dtype not in _FLOATS:
-            raise _refusal(f"{tensor.file}: {name} has dtype {tensor.dtype}; weights must be {', '.join(_FLOATS)}")
+    require_shapes(stored, expected, directory)
     unknown = sorted(stored.keys() - {*expected, *tied, *tied.values()}) if has_head else []
     for name in unknown:
         if not any(re.search(pattern, name) for pattern in (_COMPUTED, *ignored)):

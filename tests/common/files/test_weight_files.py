@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.files.model_card import INDEX, WHOLE, require_whole_weights
+from services.common.files.model_card import INDEX, WHOLE, whole_weights
 
 
 def write(file: Path, header: object, num_bytes: int) -> None:
@@ -20,10 +20,10 @@ HEADER = {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 2
 
 def test_whole_weights_are_accepted(tmp_path: Path) -> None:
     write(tmp_path / WHOLE, HEADER, 16)
-    require_whole_weights(tmp_path)
+    whole_weights(tmp_path)
     (tmp_path / WHOLE).rename(tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    require_whole_weights(tmp_path)
+    whole_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_whole_weights_are_accepted(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused(tmp_path: Path, num_bytes: int, header: object, problem: str) -> None:
     write(tmp_path / WHOLE, header, num_bytes)
     with pytest.raises(InvalidInput, match=f"{WHOLE} is not a whole safetensors file: .*{problem}"):
-        require_whole_weights(tmp_path)
+        whole_weights(tmp_path)
 
 
 @pytest.mark.parametrize(("size", "problem"), [(0, "it is empty"), (5, "cut off"), (20, "cut off")])
@@ -46,12 +46,12 @@ def test_a_file_that_is_cut_in_its_header_is_refused(tmp_path: Path, size: int, 
     write(tmp_path / WHOLE, HEADER, 16)
     os.truncate(tmp_path / WHOLE, size)
     with pytest.raises(InvalidInput, match=problem):
-        require_whole_weights(tmp_path)
+        whole_weights(tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=f"has no {WHOLE}"):
-        require_whole_weights(tmp_path)
+        whole_weights(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     with pytest.raises(InvalidInput, match=r"a\.safetensors does not exist"):
-        require_whole_weights(tmp_path)
+        whole_weights(tmp_path)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
@@ -17,6 +18,7 @@ from services.coordinator.doctor.inputs import examine_environment, examine_inpu
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.doctor.findings import FAIL, OK, assert_fails, config_with
 from tests.coordinator.fake_services import make_config, make_prompt
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize("use_mbridge", [False, True])
@@ -105,3 +107,24 @@ def test_a_prompt_that_the_command_of_an_agent_cannot_have_fails(monkeypatch: py
     for row_prompt, verdicts in (("x", [OK]), ([user], [OK]), ([system, user], [OK, FAIL])):
         data: Any = SimpleNamespace(train=SimpleNamespace(prompts=[replace(make_prompt(0), row_prompt=row_prompt)]))
         assert [one.verdict for one in examine_environment(config, Addresses(), data)] == verdicts
+
+
+def test_weights_of_another_model_than_config_json_fails(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(ROOT / "deploy" / "quickstart" / "model", tmp_path / "model"))
+    content = json.loads((model / "config.json").read_text())
+    for changes, problem in (
+        ({"vocab_size": 17}, "model.safetensors: model.embed_tokens.weight has shape [16, 128], but config.json gives"),
+        ({"num_hidden_layers": 5, "layer_types": None}, "has no tensor model.layers.4.self_attn.q_proj.weight, "),
+        ({"tie_word_embeddings": False}, f"{model} has no tensor lm_head.weight"),
+        ({"attention_bias": "x"}, f"{model}/config.json: StrictDataclassFieldValidationError"),
+        ({"head_dim": 0}, f"{model}/config.json is not the config of a model: head_dim is 0"),
+    ):
+        (model / "config.json").write_text(json.dumps(content | changes))
+        found, *_ = examine_inputs(make_config(model=str(model)), Addresses())
+        assert_fails(found, FAIL, problem, "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("int8")
+    save_file(tensors, model / "model.safetensors")
+    (model / "config.json").write_text(json.dumps(content))
+    found, *_ = examine_inputs(make_config(model=str(model)), Addresses())
+    assert_fails(found, FAIL, "model.norm.weight has dtype I8; weights must be F64", "model")
