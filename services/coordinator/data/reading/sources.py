@@ -14,6 +14,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, cast
@@ -31,6 +32,8 @@ MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])
 """The type of a column of messages, whatever other keys they have."""
 
 _GZIP = b"\x1f\x8b"
+# Of rows that are read one by one; a gzip file of a few MB may have a line that is larger than the memory.
+_MOST_OF_LINE = 1 << 26
 
 
 class TextRows:
@@ -306,7 +309,7 @@ def read_usable(path: Path, bad: BadRows, *, field: str) -> Iterator[tuple[str, 
     """
     form = Path(path.name.lower().removesuffix(".gz")).suffix
     try:
-        if form in (".jsonl", ".ndjson", ".json") and not _is_parquet(path):
+        if form in (".jsonl", ".ndjson", ".json") and path.is_file() and not _is_parquet(path):
             yield from _usable_rows(path, form, bad)
             return
     except (OSError, EOFError, zlib.error) as error:
@@ -322,14 +325,13 @@ def _usable_rows(path: Path, form: str, bad: BadRows) -> Iterator[tuple[str, int
         is_list = file.read(_START).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         file.seek(0)
         if form == ".json" and is_list:
-            content = file.read().removeprefix(codecs.BOM_UTF8)
-            for index, value in enumerate(_DECODER.decode(_text(content, str(path), has_lines=True))):
+            for index, value in enumerate(_DECODER.decode(_text(_content(path), str(path), has_lines=True))):
                 if isinstance(value, dict):
                     yield row_place(path, index), index, value
                 else:
                     bad.add(row_place(path, index), f"{in_words(value)}, not an object")
             return
-        for index, line in enumerate(chain.from_iterable(map(bytes.splitlines, file))):
+        for index, line in enumerate(_lines(file)):
             where, text = f"{path} line {index + 1}", line if index else line.removeprefix(codecs.BOM_UTF8)
             if not text.strip():
                 continue
@@ -341,13 +343,18 @@ def _usable_rows(path: Path, form: str, bad: BadRows) -> Iterator[tuple[str, int
                 yield where, index, row
 
 
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    for text in iter(partial(file.readline, _MOST_OF_LINE), b""):
+        if len(text) == _MOST_OF_LINE:
+            raise ValueError(f"it has a line of more than {_MOST_OF_LINE:,} bytes")
+        yield from text.splitlines()
+
+
 def _opened(path: Path) -> IO[bytes]:
-    file = path.open("rb")
-    start = file.read(2)
-    file.seek(0)
+    with path.open("rb") as file:
+        start = file.read(2)
     if start not in (_GZIP, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return file
-    file.close()
+        return path.open("rb")
     return cast(IO[bytes], gzip.open(path)) if start == _GZIP else io.BytesIO(_content(path))
 
 

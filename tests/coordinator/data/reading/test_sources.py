@@ -17,7 +17,8 @@ import pytest
 from services.common.config.data import DataConfig
 from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.data.prompts import PromptDataset
-from services.coordinator.data.reading.sources import read_rows
+from services.coordinator.data.reading.record import BadRows
+from services.coordinator.data.reading.sources import read_rows, read_usable
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.data.fake_hub import asking, hub
 from tests.support import raises
@@ -130,6 +131,26 @@ def test_a_pipe_or_a_link_to_itself_is_named(
     make(tmp_path / name)
     with pytest.raises(LockstepError, match=rf"data\.train: .*{name} ({problem})"):
         load(tmp_path / name, tokenizer)
+    with pytest.raises(LockstepError, match=rf"source: .*{name} ({problem})"):
+        list(read_usable(tmp_path / name, BadRows("", "", ""), field="source"))
+
+
+def test_a_line_or_a_list_that_unpacks_to_more_than_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads rows one by one keeps none of them, so lines together may be more than the memory."""
+    of = "services.coordinator.data.reading.sources"
+    monkeypatch.setattr(f"{of}._MOST_OF_LINE", 1 << 16)
+    monkeypatch.setattr(f"{of}.host_memory", lambda: (8.0, 2**-12))
+    lines, line, rows = tmp_path / "lines.jsonl.gz", tmp_path / "line.jsonl.gz", tmp_path / "list.json.gz"
+    lines.write_bytes(gzip.compress(b'{"a": 1}\n' * (1 << 16)))
+    line.write_bytes(gzip.compress(b'{"a": 1}\n\n{"a": "' + bytes(1 << 16)))
+    rows.write_bytes(gzip.compress(b"[" + b" " * (2 << 20) + b"]"))
+    bad = BadRows("", "", "")
+    assert sum(1 for _ in read_usable(lines, bad, field="source")) == 1 << 16 and not bad.rows
+    for path, problem in (line, "is not JSON: it has a line of more than 65,536 bytes"), (rows, "it unpacks to over"):
+        with pytest.raises(InvalidInput, match=rf"source: {path} .*{problem}"):
+            list(read_usable(path, bad, field="source"))
 
 
 def test_text_of_parquet_that_is_not_utf8_is_a_bad_row(tokenizer: Tokenizer, tmp_path: Path) -> None:
