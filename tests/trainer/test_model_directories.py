@@ -57,6 +57,10 @@ async def test_a_trainer_survives(deployment: Deployment, trainer_files: Path, t
 async def test_missing_directory(deployment: Deployment, tmp_path: Path) -> None:
     with raises(NotFound, field="model"):
         await deployment.open(str(tmp_path / "elsewhere"))
+    with raises(InvalidInput, field="model"):
+        await deployment.open("a" * 50_000)
+    with raises(NotFound, field="path"):
+        await deployment.open(checkpoint="a" * 50_000)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "megatron"])

@@ -51,7 +51,11 @@ def read_model_card(model_path: str | Path) -> ModelCard:
             run.
     """
     directory = Path(model_path)
-    if not directory.is_dir():
+    try:
+        is_directory = directory.is_dir()
+    except OSError as error:  # its name is too long, or what it is in may not be read
+        raise InvalidInput(f"model: {directory} cannot be read: {error.strerror}", field="model") from error
+    if not is_directory:
         here = "" if directory.is_absolute() else f" in {Path.cwd()} on {socket.gethostname()}"
         raise NotFound(f"model: directory {directory} does not exist{here}", field="model")
     names = [name for name in (_REQUIRED, *_OPTIONAL, *_CONVERTED) if is_there(directory / name)]
