@@ -8,7 +8,7 @@ from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common import process as extras
 from services.common.config.rollout import RolloutConfig
-from services.common.errors import InvalidInput, PreconditionFailed, Reason
+from services.common.errors import InvalidInput, NotFound, PreconditionFailed, Reason
 from services.rollout import engine
 from services.rollout.arguments import Needs, check_draft
 from services.rollout.engine import Engine
@@ -73,6 +73,13 @@ def test_a_head_that_is_not_there_is_refused_before_vllm_starts(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     check_draft(config(tmp_path))
     check_draft(RolloutConfig())
+
+
+async def test_the_card_of_no_model_is_refused_before_vllm_starts() -> None:
+    """vLLM would make a list of the layers, for minutes and until the memory is full."""
+    for files, error in ({}, NotFound), ({"config.json": b'{"num_hidden_layers": 100000000}'}, InvalidInput):
+        with raises(error, field="model"):
+            await Engine.start(RolloutConfig(), ModelCard(files=files), 0, lambda: None, Needs())
 
 
 @pytest.mark.parametrize("installed", ["", "0.1.2"])

@@ -150,6 +150,8 @@ def test_what_cannot_be_loaded_is_refused(directory, reward_model, tmp_path):
     two, pickled = reward_model(num_labels=2), reward_model()
     (pickled / "model.safetensors").unlink()
     (pickled / "pytorch_model.bin").write_bytes(b"never read")
+    endless, content = reward_model(), json.loads((two / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps(content | {"num_labels": 10**8}))
     cases = [
         (tmp_path / "none", {}, "is not a directory"),
         (directory, {}, "it lacks weights score.weight"),
@@ -157,9 +159,10 @@ def test_what_cannot_be_loaded_is_refused(directory, reward_model, tmp_path):
         (two, {"label": 2}, "label 2: the model has 2 labels"),
         (two, {"label": 0, "template": "chat"}, "no chat template"),
         (pickled, {}, "model.safetensors"),
+        (endless, {}, f"{endless}/config.json: num_labels 100000000 is not"),
     ]
     for path, fields, words in cases:
-        with pytest.raises((ValueError, OSError), match=words):
+        with pytest.raises((ValueError, OSError, InvalidInput), match=words):
             scorer_of(path, **fields)
 
 
