@@ -63,11 +63,11 @@ class RoutedExpertsShape:
 def routed_experts_shape(config_json: bytes | str) -> RoutedExpertsShape | None:
     """Returns the shape of the routed experts of the model with this config.json.
 
-    Returns None if all its layers are dense, or its family is unknown.
+    Returns None if all its layers are dense, its family is unknown, or it is no JSON.
     """
     try:
         model = make_architecture(json.loads(config_json), "config.json")
-    except InvalidInput:
+    except (InvalidInput, ValueError):
         return None
     if not model.num_experts:
         return None

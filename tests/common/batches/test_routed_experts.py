@@ -35,6 +35,12 @@ def test_only_models_with_experts_have_routes(model_type: str) -> None:
     assert routed_experts_shape(json.dumps(QWEN3_30B | {"model_type": model_type})) is None
 
 
+@pytest.mark.parametrize("config_json", [b"", b"[]", b"\xff"])
+def test_what_is_no_config_has_no_routes(config_json: bytes) -> None:
+    """A card without config.json, which is refused by name later."""
+    assert routed_experts_shape(config_json) is None
+
+
 def test_dense_layers_have_no_routes() -> None:
     mixed = QWEN3_30B | {"num_hidden_layers": 3, "intermediate_size": 8, "mlp_only_layers": [1]}
     shape = routed_experts_shape(json.dumps(mixed))
