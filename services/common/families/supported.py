@@ -57,7 +57,8 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys((*_LAYERS, *_HEADS), (0, 4096)),
     **dict.fromkeys(_EXPERTS, (0, 16_384)),  # transformers' Doge has as many
     "num_labels": (0, 100_000),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), (0, 10**8)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), (0, 10**8)),
+    "max_position_embeddings": (0, 20_000_000),  # of each an engine has a row of angles; Llama 4 has half as many
     **dict.fromkeys(_EPSILONS, (1e-30, 0.5)),
     **dict.fromkeys(("rope_theta", "factor"), (1e-30, 1e30)),
 }

@@ -75,7 +75,7 @@ ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}  # as in Hunyuan-7B-
             BOTH,
             "factor nan is not a number",
         ),
-        ({"model_type": "qwen3", "max_position_embeddings": 10**30}, BOTH, "max_position_embeddings 1000"),
+        ({"model_type": "qwen3", "max_position_embeddings": 10**8}, BOTH, "max_position_embeddings 100000000 is not"),
         ({"model_type": "qwen3", "dtype": "int8"}, BOTH, "dtype 'int8' is not one of float16"),
         ({"model_type": "gemma9", "torch_dtype": 3}, BOTH, "torch_dtype 3 is not one of"),
         ({"model_type": "qwen3", "torch_dtype": None, "dtype": "bfloat16"}, (), ""),
