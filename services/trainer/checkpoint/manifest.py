@@ -104,11 +104,13 @@ def verify(path: Path) -> TrainState:
         DataLoss: A file is missing, cut short or changed; names it.
     """
     manifest = path / _MANIFEST
-    if not os.path.isfile(manifest):  # of a name that no disk takes, Path's would raise
-        raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
     try:
+        if not manifest.is_file():
+            raise NotFound(f"checkpoint {path}: no {_MANIFEST} there", field="path")
         content = json.loads(manifest.read_bytes())
         state, files = TrainState(**content["state"]), {**content["files"]}
+    except OSError as error:
+        raise NotFound(f"checkpoint {path}: {_MANIFEST} cannot be read: {error.strerror}", field="path") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataLoss(f"checkpoint {path}: {_MANIFEST} is damaged: {error}") from error
     try:
