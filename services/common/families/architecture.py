@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.layers import ALL_HEADS_NORMS, Size, Weight
 from services.common.families.registry import FAMILIES, Family, Kind
-from services.common.files.storage import parse_object
+from services.common.files.storage import open_plain_file, parse_object
 from services.common.json_values import JsonObject
 
 Shape = tuple[int, ...]
@@ -230,7 +230,8 @@ def read_content(model_path: str | Path) -> JsonObject:
     """
     file = Path(model_path) / "config.json"
     try:
-        content = file.read_bytes()
+        with open_plain_file(file) as opened:
+            content = opened.read()
     except OSError as error:
         raise NotFound(f"model: {file} cannot be read: {error.strerror}", field="model") from error
     return parse_object(content, file)

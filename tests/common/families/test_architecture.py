@@ -1,6 +1,7 @@
 """Shapes of models, as their config.json has them."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,4 +121,8 @@ def test_unusable_model_is_refused(tmp_path: Path) -> None:
         assert all(word in caught.value.message for word in words), caught.value.message
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidInput, match="not JSON"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(NotFound, match=r"config\.json cannot be read: it is not a regular file"):
         read_architecture(tmp_path)
