@@ -66,13 +66,14 @@ def make_optimizers(
             is_matrix = parameter.ndim >= 2 and not name.endswith("bias")  # those of experts are a row per expert
             is_hidden = config.kind == "muon" and is_matrix and parameter.ndim == 2 and name.startswith(layers)
             (hidden if is_hidden else matrices if is_matrix else vectors).append(parameter)
-    by_muon, by_adamw = (
-        [{"params": part, "weight_decay": config.weight_decay * mult, "wd_mult": mult} for part, mult in parts if part]
-        for parts in ([(hidden, 1.0)], [(matrices, 1.0), (vectors, 0.0)])
-    )
+
+    def groups(*parts: tuple[list[torch.nn.Parameter], float]) -> list[dict[str, object]]:
+        decay = config.weight_decay
+        return [{"params": part, "weight_decay": decay * mult, "wd_mult": mult} for part, mult in parts if part]
+
     optimizers: list[torch.optim.Optimizer] = []
-    if by_adamw:
-        optimizers.append(torch.optim.AdamW(by_adamw, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
-    if by_muon:
-        optimizers.append(torch.optim.Muon(by_muon, lr=config.lr, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
+    if some := groups((matrices, 1.0), (vectors, 0.0)):
+        optimizers.append(torch.optim.AdamW(some, lr=config.lr, betas=config.betas, eps=config.eps, fused=True))
+    if some := groups((hidden, 1.0)):
+        optimizers.append(torch.optim.Muon(some, lr=config.lr, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
     return optimizers
