@@ -126,8 +126,8 @@ def _count(value: object, sizes: dict[int, int], depth: int) -> int:
     return sizes[key]
 
 
-# Names that other trainers (TRL, verl, OpenRLHF) use, and the last part of Lockstep's name, or all of it where the last
-# part alone is nearer to another key.
+# Names that other trainers (TRL, verl, OpenRLHF) use, in any table or in one, and the last part of Lockstep's name, or
+# all of it where the last part alone is nearer to another key.
 _OTHER_NAMES = {
     "learning_rate": "lr",
     "batch_size": "prompts_per_step",
@@ -154,7 +154,9 @@ _OTHER_NAMES = {
     "warmup_ratio": "warmup_steps",
     "bf16": "compute_dtype",
     "beta": "kl_coef",
+    "optim.beta": "betas",
     "epsilon": "clip_low",
+    "optim.epsilon": "eps",
     "epsilon_high": "clip_high",
     "loss_type": "aggregation",
     "reward_funcs": "scorers",
@@ -167,10 +169,10 @@ _OTHER_NAMES = {
 def suggest(known: Sequence[str], path: str, value: object) -> str:
     """Returns the dotted key of `known` that is nearest to the unknown key `path`, or "" if none is near.
 
-    The key that is called like it in another section is found if there is only one, or one outside of sections.
-    Otherwise, if `path` begins with a section that exists, only the keys of that section are searched. Of equally near
-    keys, the first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is
-    added to the path, because only its last part may be misspelled.
+    If `path` begins with a section that exists, only the keys of that section are searched; but a key of another
+    section that has the same last part is found if none is nearer and it is the only one, or is outside of sections. Of
+    equally near keys, the first is returned. If `value`, the value of the unknown key, is a table with a single key,
+    that key is added to the path, because only its last part may be misspelled.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()
@@ -179,17 +181,19 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     prefix = f"{section}." if any(key.startswith(f"{section}.") for key in known) else ""
     in_section = [key for key in known if key.startswith(prefix)]
     siblings = [key for key in known if _split(key)[0] == parent]
-    leaf = _OTHER_NAMES.get(leaf, leaf)
+    leaf = _OTHER_NAMES.get(".".join(path.split(".")[-2:])) or _OTHER_NAMES.get(leaf, leaf)
     written = f"{parent}.{leaf}" if parent else leaf
     everywhere = [leaf] if leaf in known else [key for key in known if _split(key)[1] == leaf]
     # Without the section, because what all keys have in common makes none of them near.
     by_rest = {key.removeprefix(prefix): key for key in in_section}
-    near = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
+    near = by_rest[close[0]] if close else ""
     return (
-        (everywhere[0] if len(everywhere) == 1 else "")
+        (near if prefix else "")
+        or (everywhere[0] if len(everywhere) == 1 else "")
         or _by_leaf(siblings, leaf)
         or _best([key for key in in_section if _split(key)[1] == leaf], parent)
-        or (by_rest[near[0]] if near else "")
+        or near
         or _by_leaf([key for key in in_section if "[" not in key and "<" not in key], leaf)
     )
 

@@ -106,7 +106,11 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
         ("temperature", "rollout.sampling.temperature"),
         ("data.batch_size", "data.prompts_per_step"),
         ("rollout.n", "rollout.completions_per_prompt"),
+        ("rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),  # as Megatron's key is called
+        ("gradient_accumulation_steps", "trainer.max_tokens_per_microbatch"),
         ("beta", "trainer.loss.kl_coef"),  # which had been taken for optim.betas
+        ("trainer.optim.beta", "trainer.optim.betas"),
+        ("trainer.optim.epsilon", "trainer.optim.eps"),
         ("trainer.bf16", "trainer.compute_dtype"),
         ("num_iterations", "trainer.num_epochs"),
         ("trainer.test_freq", "evaluation.eval_freq"),  # no other key is called eval_freq
