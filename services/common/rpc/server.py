@@ -339,8 +339,8 @@ class PageHandler(WSGIRequestHandler):
             return False
         server = self.server
         assert isinstance(server, WSGIServer)
-        asked = re.sub(r":\d*$", "", self.headers.get("Host", "")).strip("[]")
-        own = ("", "localhost", server.server_name, socket.gethostname())
+        asked = re.sub(r":\d*$", "", self.headers.get("Host", "").lower()).strip("[]")
+        own = ("", "localhost", server.server_name.lower(), socket.gethostname().lower())
         if asked in own or is_address(asked) or not is_loopback(f"[{server.server_address[0]}]"):
             return True
         self.send_error(421, explain="ask for localhost, or for an IP address")

@@ -131,11 +131,12 @@ def test_whoever_sends_no_request_is_disconnected(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_a_page_on_loopback_answers_to_no_name_of_another_host(host: str) -> None:
+def test_a_page_on_loopback_answers_to_no_name_of_another_host(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "GPU-7")  # a browser asks for it in small letters
     metrics = Metrics("x", Page(f"{host}:0"))
     with closing(metrics):
         port = metrics.serve()
-        for name in (f"localhost:{port}", "localhost", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}"):
+        for name in (f"localhost:{port}", "localhost", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}", "gpu-7"):
             assert "lockstep_service_info" in asked_as(name, f"{host}:{port}")
         for name in ("rebound.example", f"rebound.example:{port}", "localhost.example"):
             with pytest.raises(urllib.error.HTTPError, match="421"):
