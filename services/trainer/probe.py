@@ -58,6 +58,7 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
     layer_configs = getattr(text, "per_layer_config", None) or [text]  # in Gemma 4, layers have keys of several sizes
     largest = max(layer_configs, key=lambda layer: _key_value_size(layer, hidden))
     widths = [list(_widths(layer, hidden, text)) for layer in whole.layers]
+    matrices = (one for layer in whole.layers for one in layer.parameters() if one.ndim == 2 and one.requires_grad)
     sizes: dict[str, object] = {
         "model_type": empty.config.model_type,
         "layout": layout.value,
@@ -65,6 +66,7 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
         "num_parameters": sum(one.numel() for one in parameters),
         "num_trained": sum(one.numel() for one in parameters if one.requires_grad),
         "layer_sizes": [sum(one.numel() for one in layer.parameters()) for layer in whole.layers],
+        "layer_matrices": sum(one.numel() for one in matrices),
         "layer_width": sum(map(sum, widths)) // len(widths),
         "widest": max((width for layer in widths for width in layer), default=hidden),
         "hidden_size": hidden,

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from services.common.config.optim import OptimConfig
 from services.common.errors import InvalidInput, LockstepError
 from services.common.probe import Requests
 from services.coordinator.doctor.inputs import examine_inputs
 from services.coordinator.fleet import probes
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.probes import Answer
-from services.coordinator.planning.activations import MeasuredModel
+from services.coordinator.planning.activations import MeasuredModel, orthogonalized_parameters
 from services.coordinator.planning.plan import planned_model, show_plan
 from services.trainer import probe
 from tests.coordinator.planning.small_models import make
@@ -95,6 +96,11 @@ def assert_told(harness: Harness, directory: Path) -> None:
     if isinstance(planned, MeasuredModel):
         assert planned.layout == backend._model.layout.value
         assert planned.num_trained == _count(one for one in backend._model.parameters() if one.requires_grad)
+    harness.open(name, SETTINGS | {"optim": {"kind": "muon"}})
+    _, muon = harness.backend._optimizers
+    trainer = settings.trainer.model_copy(update={"optim": OptimConfig(kind="muon")})
+    want = _count(muon.param_groups[0]["params"])
+    assert want <= orthogonalized_parameters(trainer, planned, planned.num_parameters) <= 1.01 * want  # with norms
 
 
 def _count(tensors: Iterable[torch.Tensor]) -> int:

@@ -41,6 +41,8 @@ class MeasuredModel:
     num_parameters: int
     num_trained: int
     layer_sizes: tuple[int, ...]
+    layer_matrices: int
+    """Numbers of the matrices of all layers that are trained, without stacked experts."""
     layer_width: int
     """Numbers that the matrices of a layer read and write for one token, besides hidden states; a mean over layers."""
     widest: int
@@ -185,25 +187,23 @@ def gathered_parameters(trainer: TrainerConfig, model: Architecture | MeasuredMo
 
     The next layer is gathered while one computes; without resharding all stay gathered.
     """
-    layers = _layer_parameters(model)
     if isinstance(model, MeasuredModel):
-        ends = model.end_parameters
+        ends, layers = model.end_parameters, model.layer_sizes
     else:
         ends = sum(map(model.weight_parameters, model.outside_layers))
+        layers = [model.whole_layer_parameters(number) for number in range(model.num_layers)]
     return ends + (2 * max(layers) if trainer.fsdp.reshard_after_forward else sum(layers))
-
-
-def _layer_parameters(model: Architecture | MeasuredModel) -> Sequence[int]:
-    if isinstance(model, MeasuredModel):
-        return model.layer_sizes
-    return [model.whole_layer_parameters(number) for number in range(model.num_layers)]
 
 
 def orthogonalized_parameters(trainer: TrainerConfig, model: Architecture | MeasuredModel, trained: int) -> int:
     """Returns how many of a model's `trained` parameters Muon updates: the layers', but for stacked experts."""
-    if trainer.optim.kind != "muon" or (model.num_experts and not trainer.lora.rank):
+    if trainer.optim.kind != "muon":
         return 0
-    return trained if trainer.lora.rank else sum(_layer_parameters(model))
+    if trainer.lora.rank:
+        return trained
+    if isinstance(model, MeasuredModel):
+        return model.layer_matrices
+    return sum(map(model.layer_parameters, range(model.num_layers)))
 
 
 def in_flight(layout: Layout, pp: int) -> float:

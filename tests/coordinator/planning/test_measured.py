@@ -19,6 +19,7 @@ def measured(model: Architecture, **changes: Any) -> MeasuredModel:
         "num_parameters": model.num_parameters,
         "num_trained": model.num_parameters,
         "layer_sizes": (layer,) * model.num_layers,
+        "layer_matrices": layer * model.num_layers,
         "layer_width": width,
         "widest": max(model.intermediate_size, model.query_size),
         "hidden_size": model.hidden_size,
