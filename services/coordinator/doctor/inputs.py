@@ -122,8 +122,7 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
 
 
 def _attention(settings: TrainerConfig, content: JsonObject) -> str:
-    """Names what computes attention on this host, with strategy fsdp of a family of the registry, none of which caps
-    its scores."""
+    """Names what computes attention on this host for a family of the registry, none of which caps its scores."""
     device = "cuda" if visible_gpus() else "cpu"
     if settings.strategy == "megatron":
         return "the kernel that TransformerEngine chooses" if device == "cuda" else "torch's operators, by samples"
