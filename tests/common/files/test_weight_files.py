@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.files.model_card import INDEX, WHOLE, whole_weights
+from services.common.files.model_card import INDEX, WHOLE, Stored, whole_weights
 
 
 def write(file: Path, header: object, num_bytes: int) -> None:
@@ -20,10 +20,10 @@ HEADER = {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [2, 2
 
 def test_whole_weights_are_accepted(tmp_path: Path) -> None:
     write(tmp_path / WHOLE, HEADER, 16)
-    whole_weights(tmp_path)
+    assert whole_weights(tmp_path) == {"w": Stored(tmp_path / WHOLE, "F32", (2, 2))}
     (tmp_path / WHOLE).rename(tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    whole_weights(tmp_path)
+    assert whole_weights(tmp_path) == {"w": Stored(tmp_path / "a.safetensors", "F32", (2, 2))}
 
 
 @pytest.mark.parametrize(
