@@ -34,8 +34,8 @@ class BaseEnvironmentConfig(EpisodeSettings):
     """Maximum number of tokens of an episode after its first prompt, including the environment's. By default, as many
     as rollout.max_model_len leaves. A turn is limited by rollout.sampling.max_tokens."""
     max_message_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off. With null, a
-    message that leaves no room for a turn ends the episode, as too long."""
+    """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off. A message
+    that leaves no room for a turn ends the episode, as too long."""
     turn_s: float = Field(default=30.0, gt=0, le=86400)
     """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
     count."""
