@@ -330,10 +330,11 @@ def require_saved(manifest: Path, digest: str) -> None:
 
 
 def _require_same(config: AnyConfig, before: dict[str, object], ledger: Ledger) -> None:
+    with suppress(ValueError):  # otherwise it has what this version no longer knows
+        before = json.loads(type(config).model_validate(before).model_dump_json())  # with the keys that are new
     now, before = _with_hub_names(json.loads(config.model_dump_json())), _with_hub_names(before)
     different = list(differences(now, before))
-    changed = [key for key in different if not _is_below(key, _MAY_CHANGE) and not _has_grown(key, now, before)]
-    if changed:
+    if changed := [key for key in different if not (_is_below(key, _MAY_CHANGE) or _has_grown(key, now, before))]:
         saved = ledger.checkpoints(Kind.SAVED)
         path = ledger.place(saved[-1]) if saved else ""
         from_there = f" with resume={path} to continue from that checkpoint" if path else ""
@@ -386,10 +387,8 @@ def value_of(config: object, key: str) -> object:
 
 
 def _has_grown(key: str, now: object, before: object) -> bool:
-    if key not in _MAY_GROW:
-        return False
     now, before = value_of(now, key), value_of(before, key)
-    return isinstance(now, int) and isinstance(before, int) and now > before
+    return key in _MAY_GROW and isinstance(now, int) and isinstance(before, int) and now > before
 
 
 def differences(now: object, before: object, at: str = "") -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.common.config.run import Config
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.resume import Start, check_resume, open_run
@@ -222,6 +223,18 @@ def test_what_a_checkpoint_cannot_be_loaded_with_goes_on_from_an_export(tmp_path
     path = save(tmp_path, 2)
     with pytest.raises(PreconditionFailed, match=f"another trainer.* another name whose model is an export of {path} "):
         begin(tmp_path, trainer=trainer)
+
+
+def test_a_key_that_the_run_did_not_know_has_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = json.loads(make_config(runs_dir=tmp_path).model_dump_json())
+    del before["trainer"]["optim"]["kind"]
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Config, "model_dump_json", lambda _: json.dumps(before))
+        begin(tmp_path)
+    publish(tmp_path)
+    begin(tmp_path)
+    with pytest.raises(PreconditionFailed, match=r"another trainer\.optim\.kind "):
+        begin(tmp_path, trainer={"optim": {"kind": "muon"}})
 
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path):
