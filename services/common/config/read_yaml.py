@@ -143,6 +143,9 @@ _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "max_completion_length": "max_tokens",
     "max_prompt_length": "max_prompt_tokens",
+    "max_response_length": "rollout.sampling.max_tokens",
+    "train_files": "data.train",
+    "val_files": "data.eval",
     "save_steps": "save_freq",
     "eval_steps": "eval_freq",
     "test_freq": "eval_freq",
@@ -169,10 +172,10 @@ _OTHER_NAMES = {
 def suggest(known: Sequence[str], path: str, value: object) -> str:
     """Returns the dotted key of `known` that is nearest to the unknown key `path`, or "" if none is near.
 
-    If `path` begins with a section that exists, only the keys of that section are searched; but a key of another
-    section that has the same last part is found if none is nearer and it is the only one, or is outside of sections. Of
-    equally near keys, the first is returned. If `value`, the value of the unknown key, is a table with a single key,
-    that key is added to the path, because only its last part may be misspelled.
+    A key outside of sections that is called like it comes first. If `path` begins with a section that exists, only the
+    keys of that section are searched, and then one elsewhere if no other key is called like it. Of equally near keys,
+    the first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is added to
+    the path, because only its last part may be misspelled.
     """
     while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
         ((name, value),) = table.items()
@@ -183,13 +186,14 @@ def suggest(known: Sequence[str], path: str, value: object) -> str:
     siblings = [key for key in known if _split(key)[0] == parent]
     leaf = _OTHER_NAMES.get(".".join(path.split(".")[-2:])) or _OTHER_NAMES.get(leaf, leaf)
     written = f"{parent}.{leaf}" if parent else leaf
-    everywhere = [leaf] if leaf in known else [key for key in known if _split(key)[1] == leaf]
+    everywhere = [key for key in known if _split(key)[1] == leaf]
     # Without the section, because what all keys have in common makes none of them near.
     by_rest = {key.removeprefix(prefix): key for key in in_section}
     close = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
     near = by_rest[close[0]] if close else ""
     return (
-        (near if prefix else "")
+        (leaf if leaf in known else "")
+        or (near if prefix else "")
         or (everywhere[0] if len(everywhere) == 1 else "")
         or _by_leaf(siblings, leaf)
         or _best([key for key in in_section if _split(key)[1] == leaf], parent)

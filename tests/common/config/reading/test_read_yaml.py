@@ -115,6 +115,8 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
         ("num_iterations", "trainer.num_epochs"),
         ("trainer.test_freq", "evaluation.eval_freq"),  # no other key is called eval_freq
         ("trainer.max_steps", "num_steps"),
+        ("trainer.profiler.rank", "trainer.profiler.ranks"),  # of which trainer.lora has one
+        ("data.max_response_length", "rollout.sampling.max_tokens"),
         ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
     ],
 )
