@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from services.coordinator.cli.main import main
 from tests.e2e.lockstep_command import LockstepRun, execute, make_workspace, running_services
@@ -34,8 +34,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((directory / "model" / "config.json").read_text())
     (directory / "with-code" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "m.M"}}))
     (directory / "empty-model").mkdir()
-    shutil.copytree(directory / "model", directory / "no-weights")
-    save_file({"other": np.zeros(1, np.float32)}, directory / "no-weights" / "model.safetensors")
+    weights = load_file(directory / "model" / "model.safetensors")
+    for name, tensors in (("no-weights", {}), ("more-weights", weights)):
+        shutil.copytree(directory / "model", directory / name)
+        save_file({**tensors, "other": np.zeros(1, np.float32)}, directory / name / "model.safetensors")
     return directory
 
 
@@ -71,6 +73,7 @@ MISTAKES = {
     "too few prompts": (["data.prompts_per_step=80"], ["data.prompts_per_step", "80", "64"]),
     "no such model": (["model=no-such-model"], ["model", "no-such-model", "does not exist"]),
     "empty model": (["model=empty-model"], ["empty-model", "model.safetensors"]),
+    "no weights": (["model=no-weights"], ["no-weights", "model.embed_tokens.weight"]),
     "model with code": (["model=with-code"], ["with-code", "auto_map"]),
     "resume from nothing": (["resume=no/checkpoint"], ["resume", "no/checkpoint", "manifest.json"]),
     "must resume": (["resume=must"], ["resume", "holds no run"]),
@@ -121,7 +124,7 @@ def refusal(run: LockstepRun) -> str:
 
 
 def test_what_a_started_service_notices(workspace: Path, lent: Sequence[str]):
-    with LockstepRun(workspace, lent[1], "trainer.num_ranks=1", "model=no-weights") as run:
+    with LockstepRun(workspace, lent[1], "trainer.num_ranks=1", "model=more-weights") as run:
         run.until(lambda: run.services("trainer"), "the services to start")
         below = set(run.below())
         while run.process.poll() is None:
@@ -129,7 +132,7 @@ def test_what_a_started_service_notices(workspace: Path, lent: Sequence[str]):
             still_there([run.process.pid], after_s=0.2)
         assert not still_there(below)
     line = refusal(run)
-    assert "no-weights" in line and "model.embed_tokens.weight" in line
+    assert "more-weights" in line and "other in its checkpoint" in line
 
 
 def test_what_a_given_service_notices(workspace: Path, lent: Sequence[str]):
