@@ -140,8 +140,10 @@ _OTHER_NAMES = {
     "total_training_steps": "num_steps",
     "epochs": "num_epochs",
     "num_train_epochs": "num_epochs",
+    "trainer.num_train_epochs": "num_steps",  # passes over the data, unlike trainer.num_epochs
+    "trainer.total_epochs": "num_steps",
     "max_new_tokens": "max_tokens",
-    "max_completion_length": "max_tokens",
+    "max_completion_length": "rollout.sampling.max_tokens",
     "max_prompt_length": "max_prompt_tokens",
     "max_response_length": "rollout.sampling.max_tokens",
     "train_files": "data.train",

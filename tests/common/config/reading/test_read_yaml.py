@@ -117,6 +117,9 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
         ("trainer.max_steps", "num_steps"),
         ("trainer.profiler.rank", "trainer.profiler.ranks"),  # of which trainer.lora has one
         ("data.max_response_length", "rollout.sampling.max_tokens"),
+        ("trainer.max_completion_length", "rollout.sampling.max_tokens"),
+        ("trainer.num_train_epochs", "num_steps"),
+        ("trainer.total_epochs", "num_steps"),
         ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
     ],
 )
