@@ -150,14 +150,15 @@ class FsdpBackend(Backend):
 
     def step(self, lr: float, weight_decay: float) -> float:
         reshard(self._model)  # gathered weights are in place of the shards, which have the gradients
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in self._groups():
             group.update(lr=lr, weight_decay=weight_decay * group["wd_mult"])
         # torch does not choose foreach (or fused, in the optimizer) by itself for sharded tensors.
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm, foreach=True)
         assert isinstance(norm, DTensor)  # because the gradients are
         found = float(norm.full_tensor())
-        for optimizer in self._optimizers if math.isfinite(found) else ():
-            optimizer.step()
+        if math.isfinite(found):
+            for optimizer in self._optimizers:
+                optimizer.step()
         self.discard_gradients()
         return found
 
@@ -203,9 +204,8 @@ class FsdpBackend(Backend):
         set_state_dict(
             self._model, self._optimizers, model_state_dict=model, optim_state_dict=optimizer, options=options
         )
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
-                # Loading also set the values of the saved config.
+        for group in self._groups():
+            if "betas" in group:  # AdamW's; loading also set the values of the saved config
                 group.update(betas=self._config.optim.betas, eps=self._config.optim.eps)
 
     def release(self, parts: Collection[Part]) -> None:
@@ -226,8 +226,13 @@ class FsdpBackend(Backend):
         return self._model(microbatch, temperature)
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
-        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
-            yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (local_shard(value) for value in state.values() if torch.is_tensor(value))
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
 
     def _require_tensors_of(self, model: _State, optimizer: _State, directory: Path) -> None:
         """Raises PreconditionFailed unless the checkpoint has exactly these tensors: without one, torch crashes."""
