@@ -1,8 +1,9 @@
 """Checks in a process of its own what may hang or end it: user code, a sandbox, a large library.
 
 `python -m services.reward.probe CHECK` reads requests from stdin and writes an answer to each, all as JSON in a line.
-services.rollout.probe and this module have other checks. The answer {"error": "..."} says why a check failed, and is
-the last. What the tried code prints goes to stderr. The process ends with its input, and with the one that started it.
+services.rollout.probe and this module have other checks. The answer {"error": "...", "field": "..."} says why a check
+failed and which key to correct, or null, and is the last. What the tried code prints goes to stderr. The process ends
+with its input, and with the one that started it.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ async def _answer(check: Callable[[Requests], Answers]) -> None:
                 output.write(json.dumps(answer) + "\n")
                 output.flush()
         except LockstepError as error:
-            output.write(json.dumps({"error": error.message}) + "\n")
+            output.write(json.dumps({"error": error.message, "field": error.metadata.get("field")}) + "\n")
 
 
 async def _requests() -> Requests:

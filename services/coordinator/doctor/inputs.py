@@ -133,9 +133,8 @@ def _attention(settings: TrainerConfig, content: JsonObject) -> str:
 
 def _fix_of_model(config: AnyConfig, problem: str, field: str) -> str:
     """Returns what to do about a model that is refused; asks whether strategy fsdp supports what megatron does not."""
-    key = problem.partition(":")[0] if problem.startswith("trainer.") else field
-    if key != "model":
-        return f"correct {key}"
+    if field != "model":
+        return f"correct {field}"
     fix = "set model to a directory in the Hugging Face format that this strategy can train"
     if not problem.endswith(ASK_FSDP) or find_spec("torch") is None:
         return fix

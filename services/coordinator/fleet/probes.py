@@ -82,7 +82,7 @@ class Probe:
             raise DeadlineExceeded(f"no answer within {timeout_s:g} s")
         answer = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
-            raise PreconditionFailed(answer["error"])
+            raise PreconditionFailed(answer["error"], field=answer.get("field") or "")
         return answer
 
     def _last_words(self) -> str:
@@ -175,7 +175,7 @@ def _described(directory: str, settings: str, content: bytes) -> Answer:
         with Probe(MODEL) as probe:
             return probe.ask({"model": directory, "config": settings}, _MODEL_TIMEOUT_S)
     except LockstepError as error:
-        raise InvalidInput(error.message, field="model") from error
+        raise InvalidInput(error.message, field=error.metadata.get("field") or "model") from error
 
 
 def known_tools(config: Config, addresses: Addresses) -> Tools | None:
