@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
-from services.common.families.supported import check_counts
+from services.common.families.supported import check_bounds
 from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
 from services.common.process import own_log, socket_directory
@@ -143,7 +143,7 @@ class Engine:
             raise
         directory = socket_directory()
         write_model_card(card, Path(directory.name))
-        check_counts(directory.name)
+        check_bounds(directory.name)
         os.environ["VLLM_RPC_BASE_PATH"] = directory.name  # vLLM never removes the sockets that it makes there
         try:
             made = engine_arguments(config, directory.name, seed, needs)

@@ -22,7 +22,7 @@ from services.common.config.checkpoint import require_made_with
 from services.common.config.load import parse_json
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.families.supported import check_counts
+from services.common.families.supported import check_bounds
 from services.common.files.model_card import card_texts, read_model_card
 from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.address import is_loopback
@@ -263,7 +263,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _open(self, role: Role, config: TrainerConfig, request: pb.OpenRunRequest, sha256: str) -> None:
         card = read_model_card(request.model_path)
-        check_counts(request.model_path)
+        check_bounds(request.model_path)
         made_with = await asyncio.to_thread(contract.made_with, config, Path(request.model_path), card)
         state = TrainState(0, "", {})
         if request.checkpoint_path:

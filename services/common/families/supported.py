@@ -75,7 +75,7 @@ _OF_WHOLE = ("model_type", "quantization_config", "transformers_weights")
 ASK_FSDP = "; lockstep run --dry-run says whether strategy fsdp supports it"
 
 
-def require_counts(content: JsonObject, source: str) -> None:
+def require_bounds(content: JsonObject, source: str) -> None:
     """Refuses a config.json with a number that no model has, or a dtype that is none of floating point.
 
     Numbers of its parts, such as text_config, vision_config and rope_parameters, and of layers in a list, count too.
@@ -96,9 +96,9 @@ def require_counts(content: JsonObject, source: str) -> None:
             raise InvalidInput(f"model: {source}: {key} {dtype!r} is not one of {', '.join(_DTYPES)}", field="model")
 
 
-def check_counts(model_path: str | Path) -> None:
-    """Checks the config.json of a model's directory like `require_counts`, before transformers makes a config of it."""
-    require_counts(read_content(model_path), f"{model_path}/config.json")
+def check_bounds(model_path: str | Path) -> None:
+    """Checks the config.json of a model's directory like `require_bounds`, before transformers makes a config of it."""
+    require_bounds(read_content(model_path), f"{model_path}/config.json")
 
 
 def text_of(content: JsonObject) -> JsonObject:
@@ -112,7 +112,7 @@ def text_of(content: JsonObject) -> JsonObject:
 def require_supported(content: JsonObject, strategy: str, source: str) -> None:
     """Refuses a config.json, or a transformers config, of a model that `strategy` would compute otherwise than
     transformers."""
-    require_counts(content, source)
+    require_bounds(content, source)
     content = text_of(content)
     if not isinstance(content.get("model_type", ""), str):
         raise InvalidInput(f"model: {source}: model_type {content['model_type']!r} is not a name", field="model")

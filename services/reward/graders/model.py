@@ -10,7 +10,7 @@ from typing import TypedDict, Unpack
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from services.common.families.supported import check_counts
+from services.common.families.supported import check_bounds
 from services.reward.errors import FailureReason, ScoringError
 
 Message = dict[str, str]
@@ -29,7 +29,7 @@ def load(
     """Loads the model at `path`. Returns its scorer, and the hash of its files and settings."""
     if not Path(path).is_dir():
         raise ValueError(f"path {path!r} is not a directory")
-    check_counts(path)
+    check_bounds(path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     local = {"local_files_only": True, "trust_remote_code": False}

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.errors import InvalidInput
-from services.common.families.supported import check_counts
+from services.common.families.supported import check_bounds
 from services.common.files.model_card import INDEX, Stored, read_weight_map, require_shapes, shard_names
 from services.common.files.storage import is_there
 
@@ -119,7 +119,7 @@ def require_finite(tensors: Iterable[tuple[str, torch.Tensor]], directory: str) 
 
 
 def load_config(model_path: str) -> PretrainedConfig:
-    check_counts(model_path)
+    check_bounds(model_path)
     try:
         return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # its classes of configs check values by many kinds of errors, and read nothing else
