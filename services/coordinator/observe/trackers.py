@@ -239,7 +239,8 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
             field="observability.trackers",
         ) from error
     except Exception as error:  # its library may raise anything
+        uri = f" (uri {tracker.uri})" if tracker.kind == "mlflow" and tracker.uri else ""
         raise PreconditionFailed(
-            f"observability.trackers: {tracker.kind} does not start: {type(error).__name__}: {error}"
+            f"observability.trackers: {tracker.kind} does not start{uri}: {type(error).__name__}: {error}"
             + (f"; {fix}" if (fix := without_store(tracker)) else "")
         ) from error

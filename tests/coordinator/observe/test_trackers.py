@@ -219,7 +219,7 @@ def test_a_tracker_that_does_not_start_is_an_error(
 ) -> None:
     monkeypatch.setattr(mlflow, "get_experiment_by_name", lambda name: 1 / 0)
     with (
-        pytest.raises(PreconditionFailed, match="mlflow does not start: ZeroDivisionError"),
+        pytest.raises(PreconditionFailed, match=r"mlflow does not start \(uri http://h:5000\): ZeroDivisionError"),
         opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}),
     ):
         pass
