@@ -161,3 +161,52 @@ def dies_once(*, completion, extra, **_):
 
 async def dies_once_async(**fields):
     return dies_once(**fields)
+
+
+def trl_accuracy(completions, solution, **kwargs):
+    """As TRL's own rewards are written: messages in, and None where there is nothing to judge."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [None if text == "skip" else float(text == gold) for text, gold in zip(texts, solution, strict=True)]
+
+
+async def trl_shortest(prompts, completions, answer, bonus=0.0, **kwargs):
+    await asyncio.sleep(0)
+    assert isinstance(prompts[0], str) and kwargs["level"] == [3] * len(prompts)
+    pairs = zip(completions, answer, strict=True)
+    return [bonus + (text == min(completions, key=len) and text == gold) for text, gold in pairs]
+
+
+def trl_continues(completions, prompts, **kwargs):
+    assert all([message["role"] for message in prompt] == ["user"] for prompt in prompts)
+    return np.array([completion[0]["content"] == "<think>4" for completion in completions])
+
+
+def trl_lengths(completions, **kwargs):
+    return [len(ids) for ids in kwargs.get("completion_ids")]
+
+
+def trl_guards(completions, **kwargs):
+    return [1.0 if kwargs.get("log_metric") else 0.0 for _ in completions]
+
+
+def trl_token_ids(completion_ids, completions, **kwargs):
+    return [len(ids) for ids in completion_ids]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl's own rewards are written."""
+    assert data_source == "openai/gsm8k" and extra_info == {"index": 7}
+    return {"score": solution_str == str(ground_truth), "acc": 1.0, "type": type(ground_truth).__name__}
+
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info, scale=1.0, **kwargs):
+    await asyncio.sleep(0)
+    return scale * (solution_str == ground_truth) + len(kwargs)
+
+
+def verl_with_router(data_source, solution_str, ground_truth, extra_info, reward_router_address):
+    return 1.0
+
+
+def own_completions(completion, completions, **_):
+    return len(completion) * completions

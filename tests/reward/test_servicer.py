@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from lockstep.reward.v1 import environment_pb2, reward_pb2_grpc
 from lockstep.reward.v1 import reward_pb2 as pb
-from lockstep.reward.v1 import reward_pb2_grpc
 from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardService
 from lockstep.types.v1 import types_pb2
 
@@ -72,6 +72,17 @@ async def test_every_failure_reason_has_its_word_on_the_wire():
     assert {f"FAILURE_REASON_{reason}" for reason in FailureReason} == set(pb.FailureReason.keys()) - {
         "FAILURE_REASON_UNSPECIFIED"
     }
+
+
+async def test_functions_of_trl_and_verl_score_one_group_together(client, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    names = {"trl_accuracy": "trl", "compute_score": "verl"}
+    scorers = [{"kind": "python", "path": f"reward_functions:{path}", "name": name} for path, name in names.items()]
+    await open_run(client, {"scorers": scorers, **LONG})
+    row = {"solution": "4", "data_source": "openai/gsm8k", "extra_info": {"index": 7}}
+    chat = [environment_pb2.Message(role="user", content="2 + 2?")]
+    response = await score(client, "4", "5", answer="4", extra_json=json.dumps(row), messages=chat)
+    assert [dict(one.components) for one in response.scores] == [{"trl": 1, "verl": 1}, {"trl": 0, "verl": 0}]
 
 
 async def test_state_follows_the_run(client):

@@ -305,13 +305,13 @@ class PythonConfig(BaseScorerConfig):
     kind: Literal["python"] = "python"
     """Call your own function, sync or async, which must be importable on the reward service."""
     path: str = Field(pattern=IMPORT_PATH)
-    """Function to call, as package.module:function. It gets the keyword arguments prompt, answer, extra, completion,
-    num_tokens and finish_reason, and returns a number."""
+    """Function to call, as package.module:function, which returns a number. It gets prompt, answer, extra, completion,
+    num_tokens and finish_reason by name; with a parameter completions or solution_str, what TRL or verl passes."""
     kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function."""
     group: bool = False
-    """Call the function once per prompt group instead of once per sample: each argument is then a list with one element
-    per sample, and the function returns a list of numbers."""
+    """Call the function once per prompt group, as one of TRL always is, instead of once per sample: each argument is
+    then a list with one element per sample, and the function returns a list of numbers."""
     max_concurrent: int = Field(default=64, ge=1, le=65536)
     """Maximum number of calls of an async function that run at the same time, in all workers together. A function that
     is not async has one call at a time in each worker."""

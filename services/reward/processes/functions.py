@@ -14,10 +14,10 @@ import numbers
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from services.common.import_path import require_takes
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes import child
 from services.reward.processes.child import Executor, Reply
+from services.reward.processes.conventions import Convention
 from services.reward.processes.pool import START_TIMEOUT_S, Target, Worker, WorkerPool
 
 MAX_REPLY_BYTES = 16 << 20
@@ -39,7 +39,8 @@ def function_target(
         max_memory_bytes: Limit of the worker's address space.
         init: If set, the function is called once at the start with these keyword arguments. It returns a pair: the
             function that scores, and its digest.
-        arguments: Names of the keyword arguments of a call. If set, a function that does not take them is refused.
+        arguments: Names of the keyword arguments of a call. If set, a function that does not take them is refused,
+            unless it was written for TRL or verl.
         start_timeout_s: Time limit for the start.
     """
     return Target(
@@ -162,33 +163,36 @@ class FunctionExecutor(Executor):
             self._function, self.version = function(**init)
         else:
             self._function, self.version = function, child.source_digest(module)
-        if arguments:
-            require_takes(self._function, path, (), dict.fromkeys(arguments))
+        self._convention = Convention(self._function, path, arguments) if arguments else None
+        if self._convention:
+            self.facts = {"convention": self._convention.name}
         methods = (self._function, getattr(self._function, "__call__", None))  # noqa: B004
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         self._runner = asyncio.Runner()
 
     def execute(self, call: Reply) -> Any:
-        result = self._function(**call["fields"])
+        fields, convention = call["fields"], self._convention
+        result = self._function(**(convention.arguments(fields) if convention else fields))
         if not inspect.isawaitable(result):
-            return _reply(result, call)
-        replying = _reply_later(result, call)
+            return _reply(result, call, convention)
+        replying = _reply_later(result, call, convention)
         return replying if self.is_concurrent else self._runner.run(replying)
 
 
-async def _reply_later(result: Awaitable[object], call: Reply) -> Reply:
-    return _reply(await result, call)
+async def _reply_later(result: Awaitable[object], call: Reply, convention: Convention | None) -> Reply:
+    return _reply(await result, call, convention)
 
 
-def _reply(result: Any, call: Reply) -> Reply:
+def _reply(result: Any, call: Reply, convention: Convention | None) -> Reply:
+    read = convention.score if convention else lambda value: value
     if "num_samples" not in call:
-        return {"score": _score(result)}
+        return {"score": _score(read(result))}
     if isinstance(result, Mapping | Set | str | bytes) or not isinstance(result, Iterable):
         raise TypeError(f"the scores of a group must be a list of {call['num_samples']} numbers, not {result!r:.200}")
     results = list(result)
     if len(results) != call["num_samples"]:
         raise ValueError(f"{len(results)} scores for {call['num_samples']} samples")
-    return {"scores": [_score_or_failure(result) for result in results]}
+    return {"scores": [_score_or_failure(read(result)) for result in results]}
 
 
 def _score(result: Any) -> float:

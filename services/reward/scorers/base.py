@@ -1,6 +1,7 @@
 """The interface of scorers, and those whose work can hang or crash: they call a function in a pool of processes."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import TypeVar
 from services.common.config.reward import ITEM_FIELDS, PythonConfig, RewardConfig
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.functions import FunctionPool, function_target
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -115,13 +118,27 @@ class PythonScorer(WorkerScorer):
 
     def __init__(self, config: PythonConfig, reward: RewardConfig):
         super().__init__(config.path, config.kwargs, reward, max_concurrent=config.max_concurrent)
-        self._takes_groups = config.group
+        self._config, self._convention = config, ""
 
     async def open(self) -> None:
         await super().open()
         self.version = self._pool.version  # the hash of the source file that the workers loaded
+        self._convention = self._pool.facts["convention"]
+        log.info(
+            "scorer %s: %s is called with the arguments of %s",
+            self._config.component,
+            self._config.path,
+            self._convention,
+        )
+        if self._convention == "verl" and self._config.group:
+            detail = f"{self._config.path} is a function of verl, which takes one sample: leave out group"
+            raise ScoringError(FailureReason.ERROR, detail)
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
-        if not self._takes_groups:
+        if self._convention == "TRL":
+            fields = {**columns(items), "messages": items[0].messages}
+        elif self._config.group:
+            fields = columns(items)
+        else:
             return await super().score_group(items)
-        return await self._pool.call_group({**columns(items), **self._kwargs}, len(items))
+        return await self._pool.call_group({**fields, **self._kwargs}, len(items))
