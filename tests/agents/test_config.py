@@ -16,6 +16,11 @@ RULES = {
         ["trainer.loss.kind gspo", "segments"],
         [_AGENT, "trainer.loss.kind=cispo"],
     ),
+    "segments have no geometric mean of a sample": (
+        [_AGENT, "trainer.loss.kind=gmpo"],
+        ["trainer.loss.kind gmpo", "segments"],
+        [_AGENT, "trainer.loss.kind=grpo"],
+    ),
     "segments have no correction of a sample": (
         [_AGENT, "trainer.loss.correction={veto: 0.1}"],
         ["correction.veto"],

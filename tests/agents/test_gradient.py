@@ -163,7 +163,7 @@ ADVANTAGES = [
     *({"kind": kind, **READ.get(kind, {})} for kind in sorted(ESTIMATORS.keys() - {"python"})),
     {"kind": "grpo", "whiten": "batch"},
 ]
-LOSSES = [kind for kind in KINDS if kind["kind"] != "gspo"]
+LOSSES = [kind for kind in KINDS if kind["kind"] not in ("gspo", "gmpo")]
 # Count rows as episodes, in one place each.
 ROWS_AS_EPISODES = {"advantages": advantage_samples, "lengths of samples": trainer_samples, "samples": blocks_module}
 

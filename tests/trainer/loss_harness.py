@@ -50,6 +50,12 @@ LOSSES: dict[str, dict[str, Any]] = {
         "old_logprobs": "engine",
         "entropy_coef": 0.05,
     },
+    "gmpo": {
+        "kind": "gmpo",
+        "gmpo": {"clip_low": 0.1, "clip_high": 0.15},
+        "old_logprobs": "engine",
+        "aggregation": "seq_mean_token_mean",
+    },
     "python": {
         "kind": "python",
         "import_path": "tests.user_functions:soft_clip",
@@ -209,7 +215,7 @@ def means_of_chunks(_: MegatronHarness) -> Iterator[None]:
 MISTAKES: dict[str, tuple[Callable[[MegatronHarness], Any], list[str]]] = {
     "fsdp-2": (mean_of_ranks, ["grpo", "ppo"]),
     "dp2": (mean_of_ranks, ["grpo", "ppo"]),
-    "cp2": (means_of_chunks, ["gspo-token", "kl_cov"]),
+    "cp2": (means_of_chunks, ["gspo-token", "gmpo", "kl_cov"]),
 }
 
 

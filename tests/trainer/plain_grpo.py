@@ -4,6 +4,7 @@ The trainer is compared with them.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +185,8 @@ def _token_losses(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], conf
     advantages = columns["advantages"]
     ratio = (logprobs - columns["old_logprobs"]).exp()
     match config.kind:
-        case "gspo":  # this is the sequence form; the trainer has the token form
-            ratio = (logprobs - columns["old_logprobs"]).mean().exp().expand(len(logprobs))
-            return _clipped(ratio, advantages, config.gspo.clip_low, config.gspo.clip_high)
+        case "gspo" | "gmpo":
+            return _of_sequence(ratio, advantages, config)
         case "python":  # tests.user_functions:soft_clip
             weight = (-config.kwargs["temperature"] * ratio.detach().log().abs()).exp()
             return -advantages * ratio * weight
@@ -210,6 +210,17 @@ def _token_losses(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], conf
             return _dual_clipped(ratio, advantages, config)
         case kind:
             raise NotImplementedError(f"no plain formula for the loss {kind}")
+
+
+def _of_sequence(ratio: torch.Tensor, advantages: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """Returns the sequence forms of the papers; the trainer has the token forms."""
+    if config.kind == "gspo":
+        mean = ratio.log().mean().exp().expand(len(ratio))
+        return _clipped(mean, advantages, config.gspo.clip_low, config.gspo.clip_high)
+    low, high = math.exp(-config.gmpo.clip_low), math.exp(config.gmpo.clip_high)
+    sign = advantages.sign()
+    tokens = torch.minimum(ratio**sign, ratio.clamp(low, high) ** sign) ** sign
+    return -advantages * tokens.prod() ** (1 / len(ratio))
 
 
 def _by_covariance(logprobs: torch.Tensor, columns: dict[str, torch.Tensor], config: LossConfig) -> torch.Tensor:

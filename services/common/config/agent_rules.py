@@ -30,7 +30,7 @@ def check_collected(agent: AgentEnvironmentConfig, reward: RewardConfig) -> None
 
 def check_agent(agent: AgentEnvironmentConfig, data: DataConfig, loss: LossConfig) -> None:
     """Refuses what would treat the segments of an episode as samples, and what an agent does not get."""
-    keys = ["kind gspo"] if loss.kind == "gspo" else []
+    keys = [f"kind {loss.kind}"] if loss.kind in ("gspo", "gmpo") else []
     keys += ["correction.weight sequence"] if loss.correction.weight == "sequence" else []
     keys += [f"correction.{key}" for key in ("geometric_mask", "veto") if getattr(loss.correction, key) is not None]
     if keys:

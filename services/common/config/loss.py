@@ -7,7 +7,9 @@ from pydantic import Field
 from services.common.config.base import Strict, Table, is_set, require_read
 from services.common.import_path import IMPORT_PATH
 
-LossKind = Literal["grpo", "ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"]
+LossKind = Literal[
+    "grpo", "ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "reinforce", "sft", "python"
+]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -16,8 +18,8 @@ class MeanConfig(Strict):
 
     aggregation: Aggregation = "token_mean"
     """How token losses are aggregated over a mini-batch. token_mean: mean over all tokens; seq_mean_token_mean: mean
-    over samples of each sample's token mean (the GRPO, GSPO and SAPO papers); seq_mean_token_sum: mean over samples of
-    each sample's token sum; seq_mean_token_sum_norm: the same divided by norm_tokens (Dr.GRPO)."""
+    over samples of each sample's token mean (papers of GRPO, GSPO, GMPO and SAPO); seq_mean_token_sum: mean over
+    samples of each sample's token sum; seq_mean_token_sum_norm: the same divided by norm_tokens (Dr.GRPO)."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Constant that seq_mean_token_sum_norm divides by: set it to the longest possible completion in tokens,
     rollout.sampling.max_tokens. Required by seq_mean_token_sum_norm, not allowed otherwise."""
@@ -41,6 +43,15 @@ class GspoConfig(Strict):
     ratios) is below 1 - clip_low."""
     clip_high: float = Field(default=4e-4, gt=0)
     """Upper clip: a sequence with a positive advantage gets no gradient if its ratio is above 1 + clip_high."""
+
+
+class GmpoConfig(Strict):
+    """The clip range of kind gmpo, of the logarithm of a token's ratio: 0.4 clips the ratio at e^-0.4 and e^0.4."""
+
+    clip_low: float = Field(default=0.4, gt=0, le=20)
+    """Lower clip: a token with a negative advantage gets no gradient if its log-ratio is below -clip_low."""
+    clip_high: float = Field(default=0.4, gt=0, le=20)
+    """Upper clip: a token with a positive advantage gets no gradient if its log-ratio is above clip_high."""
 
 
 class CispoConfig(Strict):
@@ -158,7 +169,7 @@ class DistillConfig(Strict):
 
 
 # The kinds of loss that limit the ratio to the old policy; grpo and ppo with a negative advantage only by clip_dual.
-_TRUST_REGIONS = {"grpo", "ppo", "gspo", "cispo", "sapo", "dppo"}
+_TRUST_REGIONS = {"grpo", "ppo", "gspo", "gmpo", "cispo", "sapo", "dppo"}
 
 # The kinds that read a key. Keys that are not listed are read by all kinds.
 _READ_BY = {
@@ -166,6 +177,7 @@ _READ_BY = {
     "clip_high": ("grpo", "ppo", "clip_cov"),
     "clip_dual": ("grpo", "ppo"),
     "gspo": ("gspo",),
+    "gmpo": ("gmpo",),
     "cispo": ("cispo",),
     "sapo": ("sapo",),
     "clip_cov": ("clip_cov",),
@@ -194,6 +206,8 @@ class LossConfig(MeanConfig):
     above this; null is no bound. Read by kinds grpo and ppo (verl clip_ratio_c)."""
     gspo: GspoConfig = GspoConfig()
     """Used by kind gspo."""
+    gmpo: GmpoConfig = GmpoConfig()
+    """Used by kind gmpo."""
     cispo: CispoConfig = CispoConfig()
     """Used by kind cispo."""
     sapo: SapoConfig = SapoConfig()
@@ -276,8 +290,8 @@ class LagConfig(Strict):
     versions: int = Field(default=0, ge=0, le=8)
     """Number k of versions by which samples lag: the batch that updates version t is drawn from exactly version t - k,
     while the trainer is still busy with the batches before it. The first k batches of a run are drawn from its first
-    weights. 0 is exactly on-policy. A lag needs a loss with a bounded ratio (kind grpo, ppo, gspo, cispo, sapo or dppo)
-    and old log-probabilities that are the engine's (trainer.loss.old_logprobs engine) or corrected
+    weights. 0 is exactly on-policy. A lag needs a loss with a bounded ratio (kind grpo, ppo, gspo, gmpo, cispo, sapo or
+    dppo) and old log-probabilities that are the engine's (trainer.loss.old_logprobs engine) or corrected
     (recompute with several mini-batches and trainer.loss.correction.weight)."""
     min_ess: float = Field(default=0.5, gt=0, le=1)
     """Fail the step, before any update is applied, if the effective sample size of a batch's importance weights, as a

@@ -129,6 +129,24 @@ def gspo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, to
     return losses_N, {"clip_fraction": clipped_N}
 
 
+def gmpo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns each token's loss -A g, g = exp(mean over the sequence of c), and as a metric where c is clipped.
+
+    c = log(policy / old) of a token, bounded to clip_high at most where A > 0 and to -clip_low at least where A < 0
+    (Geometric-Mean Policy Optimization, arXiv 2507.20673). A clipped token has no gradient, but its bound counts in the
+    mean. As in `gspo`, g is written as sg[g] * exp(c - sg[c]), whose gradient is that of the paper's sequence form if
+    all tokens of a sequence have the same advantage and aggregation is seq_mean_token_mean. The mean is clamped to
+    -20..20, not each token's log-ratio; a sequence whose mean is clamped has no gradient.
+    """
+    log_ratio_N = tokens.logprobs_N - tokens.columns["old_logprobs"]
+    bounded_N = log_ratio_N.clamp(-config.gmpo.clip_low, config.gmpo.clip_high)
+    clipped_N = tokens.advantages_N * (log_ratio_N - bounded_N) > 0
+    kept_N = torch.where(clipped_N, bounded_N, log_ratio_N)
+    own_N = kept_N - kept_N.detach()  # is 0, and has the gradient
+    ratio_N = (tokens.sequence_mean(kept_N) + own_N).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return -tokens.advantages_N * ratio_N, {"clip_fraction": clipped_N}
+
+
 def sapo(tokens: Tokens, config: LossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Returns each token's loss -A (4 / tau) sigmoid(tau (r - 1)), r = policy / old; tau depends on the sign of A.
 

@@ -78,6 +78,7 @@ LOSSES: dict[str, TokenLoss] = {
     "grpo": kinds.grpo,
     "ppo": kinds.grpo,
     "gspo": kinds.gspo,
+    "gmpo": kinds.gmpo,
     "cispo": kinds.cispo,
     "sapo": kinds.sapo,
     "clip_cov": kinds.clip_cov,

@@ -12,7 +12,7 @@ ENGINE = {"old_logprobs": "engine"}
 LAG = {"versions": 1}
 
 ALLOWED: dict[str, dict[str, Any]] = {
-    **{kind: {"loss": {"kind": kind, **ENGINE}} for kind in ("grpo", "ppo", "gspo", "cispo", "sapo", "dppo")},
+    **{kind: {"loss": {"kind": kind, **ENGINE}} for kind in ("grpo", "ppo", "gspo", "gmpo", "cispo", "sapo", "dppo")},
     "corrected": {"loss": {"correction": {"weight": "token"}}, "num_minibatches": 2},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

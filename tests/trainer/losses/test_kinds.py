@@ -93,6 +93,27 @@ def test_gspo_clamps_the_mean_of_a_sequence_and_not_its_tokens() -> None:
     assert gradients == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("log_ratios", "advantage", "kept"),
+    [
+        ([0.1, -0.3], 2.0, [0.1, -0.3]),
+        ([0.5, -0.9], 2.0, [0.3, -0.9]),  # where A > 0 only high ratios are clipped
+        ([0.5, -0.9], -2.0, [0.5, -0.2]),  # where A < 0 only low ones
+        ([-0.4, -0.6], -2.0, [-0.2, -0.2]),
+        ([0.5, -60.0], 2.0, [0.3, -60.0]),  # the mean is clamped, to -20 at least: here it is -29.85
+        ([0.5, -30.0], 2.0, [0.3, -30.0]),
+    ],
+)
+def test_gmpo_clips_tokens_in_a_geometric_mean(log_ratios: list[float], advantage: float, kept: list[float]) -> None:
+    config = LossConfig(kind="gmpo", gmpo={"clip_low": 0.2, "clip_high": 0.3}, aggregation="seq_mean_token_mean")
+    loss, gradients, metrics = at_tokens(config, list(map(math.exp, log_ratios)), advantage)
+    mean = math.exp(max(sum(kept) / 2, -20))
+    is_free = [own == bounded and sum(kept) / 2 > -20 for own, bounded in zip(log_ratios, kept, strict=True)]
+    assert loss == pytest.approx(-advantage * mean, rel=1e-13)
+    assert gradients == pytest.approx([-advantage * mean / 2 * free for free in is_free], rel=1e-13)
+    assert metrics["clip_fraction"] == sum(own != bounded for own, bounded in zip(log_ratios, kept, strict=True))
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (0.01, 0.5), (3.0, 3.0), (9.0, 4.0)])
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cispo_keeps_every_gradient(ratio: float, weight: float, advantage: float) -> None:
@@ -212,7 +233,7 @@ def test_a_ratio_is_clamped_as_in_verl() -> None:
         assert (loss, gradient) == pytest.approx(want, rel=1e-12)
 
 
-# None of these has a stop-gradient; gspo and cispo have one, and are compared with their papers' forms elsewhere.
+# None of these has a stop-gradient; gspo, gmpo and cispo have one, and are compared with their papers' forms elsewhere.
 @pytest.mark.parametrize(
     "config",
     [

@@ -19,6 +19,7 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3},
     {"kind": "ppo", "clip_dual": 1.5},
     {"kind": "gspo", "gspo": {"clip_low": 0.05, "clip_high": 0.1}},
+    {"kind": "gmpo", "gmpo": {"clip_low": 0.2, "clip_high": 0.3}},
     {"kind": "cispo", "cispo": {"min_ratio": 0.8, "max_ratio": 1.4}},
     {"kind": "sapo"},
     {"kind": "clip_cov", "clip_cov": {"min_covariance": 0.2}},
@@ -36,9 +37,9 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"geometric_mask": (0.9, 1.1)},
     {"veto": 0.6, "weight": "sequence"},
 ]
-# Under weights that differ within a sequence, gspo's token form has another gradient than its sequence form.
+# Under weights that differ within a sequence, a token form has another gradient than its sequence form.
 CORRECTIONS_OF: dict[str, list[dict[str, Any]]] = {
-    "gspo": [CORRECTIONS[0], CORRECTIONS[2], *CORRECTIONS[4:]],
+    **{kind: [CORRECTIONS[0], CORRECTIONS[2], *CORRECTIONS[4:]] for kind in ("gspo", "gmpo")},
     "sft": [{}],
 }
 MEANS: list[dict[str, Any]] = [
