@@ -9,33 +9,60 @@ if TYPE_CHECKING:
     import torch
 
 MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _GIB = 2**30
 
 
-def host_memory(meminfo: Path = MEMINFO) -> tuple[float, float] | None:
-    """Returns how many GiB this host has, and how many of them are available now; None if that is not known."""
+def usable_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> tuple[float, float] | None:
+    """Returns how many GiB this host or its container has, whichever has less, and how many of them are available now,
+    whichever has fewer available; None if neither is known."""
+    known = [memory for memory in (_host_memory(meminfo), _container_memory(cgroup)) if memory]
+    return (min(total for total, _ in known), min(free for _, free in known)) if known else None
+
+
+def _host_memory(meminfo: Path) -> tuple[float, float] | None:
     parts = (line.partition(":") for line in _lines(meminfo))
     known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in parts if value}
     return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
 
 
-def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = _CGROUP) -> str:
+def _container_memory(cgroup: Path) -> tuple[float, float] | None:
+    """Returns the limit of a container and what it leaves, in GiB; None without a limit."""
+    for folder, limit_file, used_file, prefix in (
+        (cgroup, "memory.max", "memory.current", ""),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # cgroup v1
+    ):
+        limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
+        if limit.isdecimal() and used.isdecimal():
+            stat = _numbers(folder / "memory.stat")
+            # The kernel takes back the pages of files before it kills: what was read before does not count as used.
+            cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            free = max(int(limit) - max(int(used) - cached, 0), 0)
+            return int(limit) / _GIB, free / _GIB
+    return None
+
+
+def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> str:
     """Returns why a process may have got SIGKILL (exit code -9), with this host's memory and the config key to lower.
 
     The kernel kills a process when the host, or the container's limit (cgroup v2), has no memory left.
     """
     parts: list[str] = []
-    if memory := host_memory(meminfo):
+    if memory := _host_memory(meminfo):
         parts.append("this host has {:.1f} GiB, of which {:.1f} are available now".format(*memory))
     limit = "".join(_lines(cgroup / "memory.max"))
     if limit.isdecimal():
         parts.append(f"this container may use {int(limit) / _GIB:.1f} GiB")
-    events = dict(line.split() for line in _lines(cgroup / "memory.events") if len(line.split()) == 2)
-    if int(events.get("oom_kill", "0")):
+    events = _numbers(cgroup / "memory.events")
+    if events.get("oom_kill"):
         parts.append(f"the kernel has killed {events['oom_kill']} processes of this container for memory")
     numbers = f" ({'; '.join(parts)})" if parts else ""
     return f"something killed it; usually that is the kernel when memory runs out{numbers}: lower {key}"
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
 
 
 def _lines(path: Path) -> list[str]:

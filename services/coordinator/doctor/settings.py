@@ -19,7 +19,7 @@ from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed
 from services.common.families.architecture import read_content
 from services.common.families.supported import rope_kinds, text_of
-from services.common.memory import MEMINFO, host_memory
+from services.common.memory import CGROUP, MEMINFO, usable_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.prompts import Prompt
@@ -55,7 +55,7 @@ def examine_settings(config: AnyConfig, addresses: Addresses) -> Iterator[Findin
     if (Path(config.model) / "config.json").is_file():
         yield from check_lengths(config)
         if not addresses.trainer:
-            yield from check_memory(config, MEMINFO)
+            yield from check_memory(config, MEMINFO, CGROUP)
 
 
 def examine_scorers(config: Config, addresses: Addresses, prompts: Iterable[Prompt]) -> Iterator[Finding]:
@@ -244,10 +244,11 @@ def check_lengths(config: AnyConfig) -> Iterator[Finding]:
         yield Finding("lengths", lengths, verdict, fix)
 
 
-def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
-    """Compares the estimated peak of all ranks with this host's memory, if they compute on its CPU."""
+def check_memory(config: AnyConfig, meminfo: Path, cgroup: Path) -> Iterator[Finding]:
+    """Compares the estimated peak of all ranks with the memory of this host or its container, if they compute on its
+    CPU."""
     try:
-        if visible_gpus() or (memory := host_memory(meminfo)) is None:
+        if visible_gpus() or (memory := usable_memory(meminfo, cgroup)) is None:
             return
         check_model(config)
         model = planned_model(config)
@@ -256,7 +257,9 @@ def check_memory(config: AnyConfig, meminfo: Path) -> Iterator[Finding]:
         return
     total, free = memory
     needed = sum(peaks) * config.trainer.num_ranks / len(peaks) / _GIB
-    sizes = f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f}, of which {free:.1f} are available"
+    sizes = (
+        f"the trainer needs about {needed:.1f} GiB; this host has {total:.1f} for it, of which {free:.1f} are available"
+    )
     fix = "lower trainer.max_tokens_per_microbatch or set trainer.gradient_checkpointing; `lockstep plan` has the parts"
     verdict = Verdict.OK if needed <= free else Verdict.WARN if needed <= total else Verdict.FAIL
     yield Finding("memory", sizes, verdict, fix if verdict is not Verdict.OK else "")

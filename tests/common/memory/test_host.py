@@ -1,8 +1,14 @@
-"""Tests the hint that a killed process may have been out of memory."""
+"""Tests what is known of the memory of a host and its container, and the hint that a killed process was out of it."""
 
 from pathlib import Path
 
-from services.common.memory import killed_hint
+import pytest
+
+from services.common.memory import killed_hint, usable_memory
+
+GIB = 1 << 30
+V2 = ("memory.max", "memory.current", "")
+V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_")
 
 
 def test_the_hint_has_the_numbers_that_are_known(tmp_path: Path) -> None:
@@ -21,3 +27,46 @@ def test_unknown_numbers_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     hint = killed_hint("a.key", meminfo=tmp_path / "none", cgroup=tmp_path)
     assert hint == "something killed it; usually that is the kernel when memory runs out: lower a.key"
+
+
+@pytest.fixture
+def meminfo(tmp_path: Path) -> Path:
+    """A host with 16 GiB, of which 8 are available."""
+    (tmp_path / "memory").mkdir()
+    path = tmp_path / "meminfo"
+    path.write_text(f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {8 << 20} kB\n")
+    return path
+
+
+@pytest.mark.parametrize("files", [V2, V1])
+@pytest.mark.parametrize(
+    ("sizes", "expected"),  # in GiB: the limit, what is used, and what of that is pages of files
+    [
+        ((4, 3, 0), (4.0, 1.0)),
+        ((4, 4, 3), (4.0, 3.0)),  # 3 of them are pages of files
+        ((4, 5, 0), (4.0, 0.0)),
+        ((12, 1, 0), (12.0, 8.0)),  # other containers have the rest
+        ((64, 63, 0), (16.0, 1.0)),
+        ((1 << 32, 40, 0), (16.0, 8.0)),  # what cgroup v1 says without a limit
+    ],
+)
+def test_a_container_may_have_less_memory_than_its_host(
+    meminfo: Path, files: tuple[str, str, str], sizes: tuple[int, int, int], expected: tuple[float, float]
+) -> None:
+    (limit_file, used_file, prefix), (limit_gib, used_gib, cached_gib) = files, sizes
+    folder = meminfo.parent
+    (folder / limit_file).write_text(f"{limit_gib * GIB}\n")
+    (folder / used_file).write_text(f"{used_gib * GIB}\n")
+    kinds = {"inactive_file": cached_gib * GIB // 3, "active_file": cached_gib * GIB // 3 * 2, "anon": GIB}
+    stat = "".join(f"{prefix}{kind} {size}\n" for kind, size in kinds.items())
+    (folder / limit_file).with_name("memory.stat").write_text(stat)
+    assert usable_memory(meminfo, folder) == pytest.approx(expected)
+
+
+def test_a_host_without_a_limit_has_its_own_memory(meminfo: Path) -> None:
+    folder = meminfo.parent
+    assert usable_memory(meminfo, folder) == (16.0, 8.0)
+    (folder / "memory.max").write_text("max\n")
+    (folder / "memory.current").write_text(f"{GIB}\n")
+    assert usable_memory(meminfo, folder) == (16.0, 8.0)
+    assert usable_memory(folder / "none", folder) is None

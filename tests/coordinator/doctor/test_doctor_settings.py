@@ -170,12 +170,15 @@ def test_memory_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def memory(total_gib: int, free_gib: int) -> list[Finding]:
         meminfo.write_text(f"MemTotal: {total_gib << 20} kB\nMemAvailable: {free_gib << 20} kB\n")
-        return list(settings.check_memory(config_with(), meminfo))
+        return list(settings.check_memory(config_with(), meminfo, tmp_path))
 
     monkeypatch.setattr(settings, "visible_gpus", list)
     assert memory(512, 256)[0].verdict is OK
     assert_fails(memory(512, 0)[0], WARN, "this host has 512.0", "lower trainer.max_tokens_per_microbatch")
     assert memory(0, 0)[0].verdict is FAIL
+    for name, size in {"memory.max": 1 << 20, "memory.current": 0}.items():
+        (tmp_path / name).write_text(f"{size}\n")
+    assert_fails(memory(512, 256)[0], FAIL, "this host has 0.0", "lower trainer.max_tokens_per_microbatch")
     monkeypatch.setattr(settings, "visible_gpus", lambda: ["0"])
     assert memory(0, 0) == []
 
@@ -240,4 +243,4 @@ def test_the_missing_model_of_a_role_is_named(sections: dict[str, object], key: 
     config = config_with(**sections)
     model, *_ = examine_inputs(config, Addresses())
     assert_fails(model, FAIL, f"{key}: directory /nope does not exist", f"correct {key}")
-    assert not list(settings.check_memory(config, tmp_path / "meminfo"))  # another finding has said it
+    assert not list(settings.check_memory(config, tmp_path / "meminfo", tmp_path))  # another finding has said it

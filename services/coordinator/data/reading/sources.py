@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.json_values import JsonObject
-from services.common.memory import host_memory
+from services.common.memory import usable_memory
 from services.coordinator.data.reading.hub import dataset_file, dataset_files
 from services.coordinator.data.reading.parquet import ParquetRows, read_table, row_place
 from services.coordinator.data.reading.record import MAX_DEPTH, BadRows, Record, Unusable, depth_of, in_words
@@ -88,8 +88,8 @@ def _content(path: Path) -> bytes:
 
 
 def _unpacked(path: Path) -> bytes:
-    """Returns the content of a gzip file, of which a few MB may be more than this host has memory for."""
-    content, memory = bytearray(), host_memory()
+    """Returns the content of a gzip file, of which a few MB may be more than there is memory for."""
+    content, memory = bytearray(), usable_memory()
     most = memory[1] / 3 * 2**30 if memory else math.inf  # the bytes that are returned, and their lines, are copies
     with gzip.open(path) as file:
         while part := file.read(1 << 20):

@@ -141,7 +141,7 @@ def test_a_line_or_a_list_that_unpacks_to_more_than_the_memory_is_refused(
     """What reads rows one by one keeps none of them, so lines together may be more than the memory."""
     of = "services.coordinator.data.reading.sources"
     monkeypatch.setattr(f"{of}._MOST_OF_LINE", 1 << 16)
-    monkeypatch.setattr(f"{of}.host_memory", lambda: (8.0, 2**-12))
+    monkeypatch.setattr(f"{of}.usable_memory", lambda: (8.0, 2**-12))
     lines, line, rows = tmp_path / "lines.jsonl.gz", tmp_path / "line.jsonl.gz", tmp_path / "list.json.gz"
     lines.write_bytes(gzip.compress(b'{"a": 1}\n' * (1 << 16)))
     line.write_bytes(gzip.compress(b'{"a": 1}\n\n{"a": "' + bytes(1 << 16)))
@@ -301,7 +301,7 @@ def test_a_gzip_file_that_unpacks_to_more_than_the_memory_is_refused(
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": 1}\n' + b"\n" * (64 << 20)))
     assert rows_of(path) == [{"a": 1}]
-    monkeypatch.setattr("services.coordinator.data.reading.sources.host_memory", lambda: (8.0, 0.18))
+    monkeypatch.setattr("services.coordinator.data.reading.sources.usable_memory", lambda: (8.0, 0.18))
     with pytest.raises(InvalidInput, match=r"x\.jsonl\.gz cannot be read: it unpacks to over 0\.1 GiB, a third"):
         read_rows(path, field="data.train")
 
