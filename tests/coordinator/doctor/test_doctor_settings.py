@@ -51,6 +51,8 @@ def sample(completion: str) -> dict[str, object]:
     [
         ("with_bonus", OK, "the answers of the first rows have rewards 1, 1"),
         ("not_a_number", FAIL, "python fails with ERROR"),
+        ("trl_lengths", FAIL, "it uses completion_ids, which Lockstep does not pass to a function of TRL"),
+        ("compute_score", FAIL, "no column 'data_source', which tests.reward.reward_functions:compute_score takes"),
         ("as_written", FAIL, "KeyError: 'written', for the completion '42' of the prompt '6*7='; 4 of 4 samples"),
         ("close_to", WARN, "for the completion '' of the prompt '6*7='; 2 of 4 samples"),
     ],

@@ -7,13 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.storage import replacing, writing
+from services.common.memory import usable_memory
 from services.coordinator.data.reading.record import Record, Unusable
 
 _ROWS_AT_ONCE = 4096
+_WIDTHS = {"BOOLEAN": 0.125, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Bytes of a value in memory by its type in the file."""
+_MOST_OF_DICTIONARY = 1 << 30  # Arrow's dictionaries hold 2 GiB, and a column of more text is no small file
 
 
 def read_table(path: Path, *, field: str) -> pa.Table:
@@ -21,7 +26,7 @@ def read_table(path: Path, *, field: str) -> pa.Table:
 
     Raises:
         NotFound: The file does not exist.
-        InvalidInput: The path is a directory or a pipe, or the file is not a Parquet file.
+        InvalidInput: The path is a directory or a pipe, or the file is not a Parquet file, or needs too much memory.
     """
     if path.is_dir():
         names = sorted(str(file.relative_to(path)) for file in path.rglob("*.parquet"))
@@ -38,10 +43,57 @@ def read_table(path: Path, *, field: str) -> pa.Table:
         hub = f"; if it is a data set on the Hub, write hf://datasets/{path}" if is_id else ""
         raise NotFound(f"{field}: {path} does not exist{hub}", field=field)
     try:
+        _require_memory(path, field)
         return pq.ParquetFile(path).read()
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise InvalidInput(f"{field}: {path} is not a readable Parquet file: {reason}", field=field) from error
+
+
+def _require_memory(path: Path, field: str) -> None:
+    """Raises InvalidInput if the rows of a file take more memory than is available, before they are read."""
+    memory, needed = usable_memory(), 0.0
+    if memory is None:
+        return
+    for size in _sizes(path):
+        needed += size / 2**30
+        if needed > memory[1]:
+            why = f"takes over {needed:.1f} GiB when it is read, and {memory[1]:.1f} GiB of memory are available"
+            raise InvalidInput(f"{field}: {path} {why}: split it into several files, or use fewer rows", field=field)
+
+
+def _sizes(path: Path) -> Iterator[float]:
+    """Yields the bytes that the parts of a file take in memory, each before more of the file is read.
+
+    The file's own numbers are those of its pages, where a text is stored once for all rows that have it: a file of a
+    few kB may be gigabytes of rows. Its row groups are therefore read without repeating the texts.
+    """
+    file = pq.ParquetFile(path)
+    lengths = [file.schema.column(number).length for number in range(file.metadata.num_columns)]
+    for index in range(file.num_row_groups):
+        group = file.metadata.row_group(index)
+        columns = [group.column(number) for number in range(group.num_columns)]
+        for column, length in zip(columns, lengths, strict=True):
+            width = _WIDTHS.get(column.physical_type, length or 4)  # a text has an offset
+            yield column.num_values * width
+        texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
+        yield sum(column.total_uncompressed_size for column in texts)
+        repeating = [column for column in texts if "DICTIONARY" in str(column.encodings)]
+        stored = {column.path_in_schema: column.total_uncompressed_size for column in repeating}
+        names = [name for name, size in stored.items() if size < _MOST_OF_DICTIONARY]
+        if names:
+            table = pq.ParquetFile(path, read_dictionary=names).read_row_group(index, columns=names)
+            size = sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
+            yield max(size - sum(map(stored.__getitem__, names)), 0)
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Returns the bytes of the texts that an array has, with those that a dictionary repeats."""
+    if pa.types.is_dictionary(array.type):
+        return pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+    if pa.types.is_struct(array.type):
+        return sum(map(_text_bytes, array.flatten()))
+    return _text_bytes(array.values) if pa.types.is_nested(array.type) else 0
 
 
 class ParquetRows:
