@@ -1,7 +1,7 @@
 """Makes the quickstart's model: a Qwen3 with 0.6 M parameters that adds and subtracts, and is right half of the time.
 
 The model starts from random weights, with one token per character, and is trained on flawed demonstrations: problems of
-`services.coordinator.data.prepare.tasks` with answers that often forget to carry, and are sometimes off by one in
+`services.coordinator.data.prepare` with answers that often forget to carry, and are sometimes off by one in
 the last digit. Imitating them cannot make the model better than they are. Reinforcement learning can, because the
 reward is computed from the right answers.
 
@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
 from services.common.json_values import JsonObject
-from services.coordinator.data.prepare.tasks import problems
+from services.coordinator.data.prepare import problems
 
 logger = logging.getLogger("make_model")
 

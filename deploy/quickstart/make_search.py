@@ -31,7 +31,7 @@ from deploy.quickstart.words import make_tokenizer
 from services.common.config.environment import SearchToolConfig
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
-from services.coordinator.data.prepare.convert import SEARCH_INSTRUCTION
+from services.coordinator.data.prepare import SEARCH_INSTRUCTION
 from services.reward.environments.tools.search import Search
 
 SFT = Path(__file__).with_name("search_sft.yaml")

@@ -19,7 +19,7 @@ from services.common.errors import InvalidInput
 from services.common.rpc.tls import CA_FILE, Role
 from services.coordinator.cli import certs, groups
 from services.coordinator.cli.main import app
-from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor import Verdict
 from services.coordinator.doctor.inputs import examine_environment
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console

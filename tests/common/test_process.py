@@ -109,7 +109,7 @@ def test_command_line_starts_without_torch() -> None:
         [
             "services.coordinator.cli.main",
             "services.coordinator.rl.session",
-            "services.coordinator.sft.session",
+            "services.coordinator.sft",
             "services.coordinator.doctor.session",
             "services.coordinator.planning.suggest",
             "services.coordinator.replay.session",

@@ -93,7 +93,7 @@ def test_a_dense_model_has_no_routers() -> None:
 def test_the_tokenizer_of_the_coordinator_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from services.coordinator.compat.without_torch import compile_template, import_transformers\n"
+        "from services.coordinator.compat import compile_template, import_transformers\n"
         "import_transformers()\n"
         "print(compile_template('{{ 1 + 1 }}').render(), sorted({'torch'} & sys.modules.keys()))\n"
         "from importlib.metadata import packages_distributions\n"
@@ -110,7 +110,7 @@ def test_threads_import_it_at_the_same_moment() -> None:
     program = (
         "import sys\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from services.coordinator.compat.without_torch import import_tensorboardx, import_transformers\n"
+        "from services.coordinator.compat import import_tensorboardx, import_transformers\n"
         "def load(number):\n"
         "    if number == 2:\n"
         "        return import_tensorboardx()\n"

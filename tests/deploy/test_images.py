@@ -81,7 +81,7 @@ for name in sys.argv[2:]:
 @pytest.mark.parametrize(
     ("service", "modules"),
     [
-        ("coordinator", ["cli.main", "rl.session", "sft.session", "daemon.runs", "doctor.session", "verify.session"]),
+        ("coordinator", ["cli.main", "rl.session", "sft", "daemon.runs", "doctor.session", "verify.session"]),
         ("reward", ["__main__", "servicer"]),
     ],
 )

@@ -16,9 +16,9 @@ from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.common.weights.store import ServedStore, StoreAddress, StoreClient
 from services.common.weights.trial import take_part
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.doctor import services as publication
 from services.coordinator.doctor import services as running
-from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.doctor.services import check_publication, examine_services
 from services.coordinator.fleet.launch import Addresses
 from services.rollout import servicer as rollout

@@ -12,12 +12,9 @@ from typing_extensions import Unpack
 from services.common.errors import InvalidInput, LockstepError
 from services.common.files.storage import write_whole
 from services.common.process import call_loopback_directly, keep_files_private, open_standard_streams
-from services.coordinator.cli.data import app as data_app
-from services.coordinator.cli.groups import groups
+from services.coordinator.cli.groups import groups, run_on_coordinator
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.cli.output import exit_if_stopped, fail, outliving_output
-from services.coordinator.cli.remote import app as remote_app
-from services.coordinator.cli.remote import run_on_coordinator
 from services.coordinator.observe.console import literal_console
 
 if TYPE_CHECKING:
@@ -43,10 +40,7 @@ def lockstep(
     """Train language models with reinforcement learning, exactly on-policy."""
 
 
-app.add_typer(data_app(), name="data")
-for _name, _group in groups().items():
-    app.add_typer(_group, name=_name)
-app.add_typer(remote_app())
+app.add_typer(groups())
 
 _console = literal_console()
 _errors = literal_console(stderr=True)
@@ -98,7 +92,7 @@ def sft(config: _Configs, dry_run: _DryRun = False, **options: Unpack[ServiceOpt
     from services.common.config.load import load
     from services.common.config.sft import SftConfig
     from services.coordinator.doctor.inputs import with_checked_models
-    from services.coordinator.sft.session import run_session, show_outcome
+    from services.coordinator.sft import run_session, show_outcome
 
     services = addresses_of(options)
     settings = load(SftConfig, config)
@@ -126,7 +120,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint or a model on a run's held-out sets. The run's own files are not changed."""
     from services.coordinator.doctor.inputs import with_checked_models
-    from services.coordinator.rl.eval_session import eval_config, eval_session, load_config, show_evaluation
+    from services.coordinator.rl.evaluation import eval_config, eval_session, load_config, show_evaluation
 
     services = addresses_of(options)
     loaded = load_config(checkpoint, config or [], model_is_remote=bool(services.trainer))

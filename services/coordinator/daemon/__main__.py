@@ -17,7 +17,7 @@ async def run(runs_dir: Path, options: ServeOptions) -> int:
     """Serves until a signal, then lets each run finish its current step. Returns the exit code."""
     from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
-    from services.coordinator.daemon.logs import split_by_run
+    from services.coordinator.daemon.history import split_by_run
     from services.coordinator.daemon.runs import NAME, CoordinatorServicer, Runs
 
     split_by_run()

@@ -21,8 +21,7 @@ from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import keep
 from services.coordinator.clients.gpus import visible_gpus
-from services.coordinator.daemon.history import Event, event_of, read_events, read_run, state_name
-from services.coordinator.daemon.logs import logging_to, read_log
+from services.coordinator.daemon.history import Event, event_of, logging_to, read_events, read_log, read_run, state_name
 from services.coordinator.doctor.inputs import with_checked_models
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.observe.frontend import Outcome

@@ -20,7 +20,7 @@ from services.common.errors import DataLoss, InvalidInput, LockstepError
 from services.common.process import compiled_code, require_cache, socket_directory
 from services.common.rpc.address import PORTS, hold_free_port
 from services.coordinator.clients.gpus import Gpu, read_gpus, split_gpus, visible_gpus
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, started_ranks, starts_replicas
 from services.coordinator.fleet.probes import SANDBOX, problem
 from services.coordinator.planning.frozen import sized_model

@@ -23,14 +23,15 @@ from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, choose
 from services.common.files.model_card import full_config, read_model_card, require_shapes, whole_weights
 from services.common.json_values import JsonObject
+from services.coordinator import sft
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus
-from services.coordinator.compat.without_torch import import_transformers
+from services.coordinator.compat import import_transformers
 from services.coordinator.data.dialog import Dialog, OverlongPrompt
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import ConfigT, with_local_models
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.probes import (
@@ -43,7 +44,6 @@ from services.coordinator.fleet.probes import (
 )
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
-from services.coordinator.sft import session as sft
 from services.coordinator.text.cards import require_same_tokens, require_teacher
 from services.coordinator.text.tokenizer import Tokenizer
 

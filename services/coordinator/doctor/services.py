@@ -17,7 +17,7 @@ from services.common.rpc.address import parse_address
 from services.common.rpc.client import Client
 from services.common.rpc.tls import Transport
 from services.common.tasks import gather
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses
 
 _PUBLICATION_TIMEOUT_S = 20.0

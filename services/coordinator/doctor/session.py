@@ -14,7 +14,7 @@ from services.common.counted import counted
 from services.common.errors import DataLoss, LockstepError, NotFound, Unavailable
 from services.common.rpc.address import parse_address
 from services.coordinator.data.reading.hub import with_local_models
-from services.coordinator.doctor.finding import Finding, Verdict, show_findings
+from services.coordinator.doctor import Finding, Verdict, show_findings
 from services.coordinator.doctor.host import examine_host
 from services.coordinator.doctor.inputs import examine_environment, examine_inputs
 from services.coordinator.doctor.services import check_broadcast, examine_services

@@ -23,7 +23,7 @@ from services.common.memory import CGROUP, MEMINFO, usable_memory
 from services.common.process import require_suffix_decoding
 from services.coordinator.clients.gpus import visible_gpus
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses, starts_replicas
 from services.coordinator.fleet.probes import ENGINE, FUNCTIONS, SCORERS, Probe, problem
 from services.coordinator.observe.reporters import make_metrics, open_otel

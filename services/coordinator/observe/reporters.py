@@ -20,7 +20,7 @@ from services.common.config.operation import ObservabilityConfig
 from services.common.files.storage import write_whole, writing
 from services.common.rpc.server import SECONDS, Metrics, Page, incarnation
 from services.common.telemetry.trace import Otel, Trace, join
-from services.coordinator.compat.without_torch import import_tensorboardx
+from services.coordinator.compat import import_tensorboardx
 from services.coordinator.observe.trackers import open_tracker
 from services.coordinator.runs.clock import StepClock
 from services.coordinator.runs.ledger import Kind, Ledger

@@ -19,16 +19,16 @@ from services.coordinator.fleet.running import Sessions, recorded_run
 from services.coordinator.observe.frontend import Frontend, Outcome, show
 from services.coordinator.observe.reporters import files
 from services.coordinator.observe.terminal import LastSample
-from services.coordinator.rl.advantages.estimators import require_importable
+from services.coordinator.rl.advantages import require_importable
 from services.coordinator.rl.blocks import BlockMaker
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing import make_publisher
+from services.coordinator.rl.sampling.collect import check_words
 from services.coordinator.rl.sampling.episodes import make_collector
 from services.coordinator.rl.step import LoopContext
 from services.coordinator.runs.checkpoints import warn_of_other_versions
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.run import Restarts, Run
-from services.coordinator.text.bad_words import check_words
 from services.coordinator.text.tokenizer import Tokenizer
 
 _FILES = {

@@ -16,7 +16,7 @@ from jinja2.meta import find_undeclared_variables
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping, JsonObject
 from services.common.tool_syntax import is_deep
-from services.coordinator.compat.without_torch import compile_template
+from services.coordinator.compat import compile_template
 
 Message = JsonMapping
 """`role`, `content` and any other key that the template uses."""

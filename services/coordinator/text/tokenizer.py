@@ -18,7 +18,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.common.files.model_card import vocab_size_of
 from services.common.files.storage import parse_object
 from services.common.json_values import JsonObject
-from services.coordinator.compat.without_torch import import_transformers
+from services.coordinator.compat import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText, encoding
 

@@ -24,7 +24,7 @@ from services.common.files.model_card import read_model_card
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.coordinator.daemon.client import Coordinator
-from services.coordinator.daemon.logs import ToRunLog
+from services.coordinator.daemon.history import ToRunLog
 from services.coordinator.daemon.runs import NAME, CoordinatorServicer, Runs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import FakeReplica, FakeReward

@@ -9,16 +9,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from services.common.config.data import DataConfig
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, PreconditionFailed
-from services.coordinator.cli import data as cli
-from services.coordinator.data.prepare.convert import ConversionOptions, ConversionReport, convert
-from services.coordinator.data.prepare.formats import DEEPSCALER, GSM8K
+from services.coordinator.cli import groups
+from services.coordinator.cli.main import app
+from services.coordinator.data.formats import DEEPSCALER, GSM8K
+from services.coordinator.data.prepare import ConversionOptions, ConversionReport, convert
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.data.reading import parquet
 from tests.coordinator.data.fake_hub import asking, hub
@@ -41,11 +41,9 @@ DEEPSCALER_ROWS = [
 @pytest.fixture
 def run():
     """Provides a function that runs `lockstep data ...` with the given arguments and raises its errors."""
-    root = typer.Typer()
-    root.add_typer(cli.app(), name="data")
 
     def invoke(*args: object) -> str:
-        result = CliRunner().invoke(root, ["data", *map(str, args)], catch_exceptions=False)
+        result = CliRunner().invoke(app, ["data", *map(str, args)], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -303,8 +301,8 @@ def test_arithmetic_is_written_where_the_examples_read_it(run, tmp_path, monkeyp
 CONVERTING = """
 from pathlib import Path
 from services.common.errors import LockstepError
-from services.coordinator.data.prepare.convert import ConversionOptions, convert
-from services.coordinator.data.prepare.formats import GSM8K
+from services.coordinator.data.prepare import ConversionOptions, convert
+from services.coordinator.data.formats import GSM8K
 def answer(source):
     try:
         return str(dict(convert(GSM8K, source, Path("out"), ConversionOptions()).num_rows))
@@ -330,5 +328,5 @@ def test_from_the_hub(tmp_path):
 
 
 def test_a_large_number_of_rows_is_apart_from_its_name(capsys, tmp_path):
-    cli._show(ConversionReport("search-r1", "here", {"corpus": tmp_path}, {"corpus": 21_015_324}))
+    groups._show_report(ConversionReport("search-r1", "here", {"corpus": tmp_path}, {"corpus": 21_015_324}))
     assert f"  corpus 21015324 rows  {tmp_path}\n" in capsys.readouterr().out

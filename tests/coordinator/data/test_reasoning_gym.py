@@ -6,12 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput
-from services.coordinator.cli.data import app
+from services.coordinator.cli.main import app
 
 
 def made(tmp_path, *options: str) -> Exception | None:
-    arguments = ["reasoning-gym", "--task", "chain_sum", "--out", str(tmp_path), "--num-rows", "4", *options]
-    return CliRunner().invoke(app(), arguments).exception
+    arguments = ["data", "reasoning-gym", "--task", "chain_sum", "--out", str(tmp_path), "--num-rows", "4", *options]
+    return CliRunner().invoke(app, arguments).exception
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):

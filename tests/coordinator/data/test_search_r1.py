@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from typer.testing import CliRunner
 
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.cli.data import app
+from services.coordinator.cli.main import app
 
 NQ = {"question": "who wrote it", "answer": ["A. Writer", "Ann Writer"]}
 HOTPOT = {"question": "Was it first?", "answer": "yes", "type": "comparison"}
@@ -23,7 +23,7 @@ def lines(path: Path, rows: list[object]) -> str:
 
 def made(tmp_path: Path, questions: list[object], documents: list[object], *options: str) -> Exception | None:
     files = ["--questions", lines(tmp_path / "nq.jsonl", questions), "--corpus", lines(tmp_path / "c.jsonl", documents)]
-    return CliRunner().invoke(app(), ["search-r1", *files, "--out", str(tmp_path / "out"), *options]).exception
+    return CliRunner().invoke(app, ["data", "search-r1", *files, "--out", str(tmp_path / "out"), *options]).exception
 
 
 def test_files_are_made(tmp_path):

@@ -1,7 +1,7 @@
 """What tests of `lockstep doctor` share."""
 
 from services.common.config.run import Config
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict
 from tests.coordinator.fake_services import make_config
 from tests.support import ROOT
 

@@ -29,9 +29,8 @@ from services.common.rpc.tls import Role
 from services.common.weights import trial
 from services.coordinator.cli.main import app, main
 from services.coordinator.clients import gpus as devices
-from services.coordinator.doctor import host, session
+from services.coordinator.doctor import Finding, host, session
 from services.coordinator.doctor import services as running
-from services.coordinator.doctor.finding import Finding
 from services.coordinator.doctor.inputs import check_environment, examine_environment, examine_inputs
 from services.coordinator.doctor.services import (
     Answer,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor import Verdict
 from services.coordinator.doctor.session import examine_colocated
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config

@@ -9,8 +9,8 @@ from services.common.config.run import Config
 from services.common.errors import PreconditionFailed
 from services.common.process import require_extra
 from services.coordinator.clients.gpus import Gpu
+from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.doctor import host as doctor
-from services.coordinator.doctor.finding import Finding, Verdict
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.planning import activations
 from services.coordinator.planning.memory import colocated_phases, rank_memory

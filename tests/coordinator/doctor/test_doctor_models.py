@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
-from services.coordinator.doctor import inputs
-from services.coordinator.doctor.finding import Finding
+from services.coordinator.doctor import Finding, inputs
 from services.coordinator.doctor.inputs import examine_environment, examine_inputs
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.doctor.findings import FAIL, OK, assert_fails, config_with

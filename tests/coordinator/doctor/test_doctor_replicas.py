@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor import Verdict
 from services.coordinator.doctor.session import examine_replicas, examine_resume
 from services.coordinator.fleet.launch import Addresses
 from tests.coordinator.fake_services import make_config

@@ -10,8 +10,7 @@ import pytest
 from services.common import process as extras
 from services.common.config.run import Config
 from services.common.import_path import load_function
-from services.coordinator.doctor import settings
-from services.coordinator.doctor.finding import Finding, Verdict
+from services.coordinator.doctor import Finding, Verdict, settings
 from services.coordinator.doctor.inputs import examine_inputs, shown
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe import trackers

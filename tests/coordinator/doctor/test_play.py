@@ -14,7 +14,7 @@ from services.common.errors import InvalidInput, NotFound
 from services.coordinator.cli import groups
 from services.coordinator.cli.environment import read_lines
 from services.coordinator.cli.main import app
-from services.coordinator.doctor.finding import Verdict
+from services.coordinator.doctor import Verdict
 from services.coordinator.doctor.inputs import check_environment, examine_environment
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe.console import literal_console

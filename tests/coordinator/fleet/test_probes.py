@@ -16,7 +16,7 @@ from services.coordinator.data.dialog import Dialog
 from services.coordinator.doctor import inputs
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.probes import Probe, known_tools
-from services.coordinator.rl import eval_session, session
+from services.coordinator.rl import evaluation, session
 from services.coordinator.rl.session import load_data
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.conftest import CHATML
@@ -91,7 +91,7 @@ def test_a_held_out_set_needs_the_columns_too(
     with raises(InvalidInput, field="environment.columns"):
         load_data(config, Addresses())
     with raises(InvalidInput, field="environment.columns"):
-        eval_session._load(config, Tokenizer.load(Path(config.model)), tools=None)
+        evaluation._load(config, Tokenizer.load(Path(config.model)), tools=None)
     assert load_data(configured({**AGENT, "columns": ["level"]}, train=train, eval={"held": train}), Addresses())
 
 

@@ -7,10 +7,10 @@ import pytest
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.table import Table
 
-from services.coordinator.doctor.finding import Finding, show_findings
+from services.coordinator.doctor import Finding, show_findings
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
-from services.coordinator.rl.eval_session import Evaluation, show_evaluation
+from services.coordinator.rl.evaluation import Evaluation, show_evaluation
 from services.coordinator.rl.session import show_outcome
 
 

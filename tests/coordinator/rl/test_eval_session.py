@@ -7,7 +7,7 @@ import pytest
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound
-from services.coordinator.rl.eval_session import eval_config, load_config, with_own_config
+from services.coordinator.rl.evaluation import eval_config, load_config, with_own_config
 from services.coordinator.runs.resume import open_run
 from tests.coordinator.fake_services import make_config
 from tests.support import raises

@@ -16,7 +16,7 @@ from services.common.batches.batch import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder
-from services.coordinator.sft.rows import SftDataset, SftFile
+from services.coordinator.data.supervised import SftDataset, SftFile
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.support import raises, write_tokenizer
 

@@ -13,11 +13,11 @@ import pytest
 from services.common.config.sft import SftConfig
 from services.common.errors import PreconditionFailed, Unavailable
 from services.coordinator.data.order import EpochOrder
+from services.coordinator.data.supervised import Example, SftDataset
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.resume import open_run
 from services.coordinator.runs.run import Run
-from services.coordinator.sft.rows import Example, SftDataset
-from services.coordinator.sft.session import SftData, evaluate, train, use_rows
+from services.coordinator.sft import SftData, evaluate, train, use_rows
 
 
 def example(index: int, num_tokens: int = 3) -> Example:

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
-from services.coordinator.sft.rows import Example, SftDataset
+from services.coordinator.data.supervised import Example, SftDataset
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.text.bridge_families import FAMILIES, make_tokenizer
 

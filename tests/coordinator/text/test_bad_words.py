@@ -15,8 +15,8 @@ from vllm import SamplingParams
 
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.fleet.launch import Addresses
+from services.coordinator.rl.sampling.collect import check_words, token_sequences
 from services.coordinator.rl.session import load_data
-from services.coordinator.text.bad_words import check_words, token_sequences
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.coordinator.fake_services import make_config
 from tests.support import raises

@@ -13,8 +13,7 @@ from deploy.quickstart.make_lookup import ROLES
 from deploy.quickstart.words import make_tokenizer
 from services.common.errors import InvalidInput
 from services.coordinator.text.bridge import Bridge
-from services.coordinator.text.byte_level import BYTE_OF
-from services.coordinator.text.plain_text import PlainText
+from services.coordinator.text.plain_text import BYTE_OF, PlainText
 from services.coordinator.text.tokenizer import Tokenizer, TooManyTokens
 from tests.coordinator.text import bridge_families
 

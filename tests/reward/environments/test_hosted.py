@@ -148,7 +148,7 @@ class TestReasoningGym:
 
         The last two tasks depend on the order of sets, which is another one in each process.
         """
-        from services.coordinator.data.prepare.tasks import make_files
+        from services.coordinator.data.prepare import make_files
 
         report = make_files(task, {}, num_rows={"train": 3, "test": 1}, seed=5, out=tmp_path)
         rows = [row for path in report.files.values() for row in pq.read_table(path).to_pylist()]
@@ -170,7 +170,7 @@ class TestReasoningGym:
         ],
     )
     def test_files_that_cannot_be_made(self, tmp_path, task, settings, message):
-        from services.coordinator.data.prepare.tasks import make_files
+        from services.coordinator.data.prepare import make_files
 
         with pytest.raises(InvalidInput, match=message):
             make_files(task, settings, num_rows={"train": 2}, seed=5, out=tmp_path)

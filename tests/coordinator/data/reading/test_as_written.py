@@ -22,7 +22,7 @@ from services.common.rpc.server import Server
 from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import SampledGroup
 from services.coordinator.data.prompts import PromptDataset, load_eval
-from services.coordinator.sft.rows import SftDataset
+from services.coordinator.data.supervised import SftDataset
 from services.coordinator.text.tokenizer import Tokenizer
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import TOKENIZER, make_config

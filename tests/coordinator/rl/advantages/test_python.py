@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from services.common.config.advantage import AdvantageConfig
 from services.common.errors import InvalidInput
-from services.coordinator.rl.advantages.estimators import require_importable
+from services.coordinator.rl.advantages import require_importable
 from tests.coordinator.rl.advantages.harness import computed, row
 from tests.support import raises
 

@@ -20,6 +20,7 @@ from services.common.config.layout import samples_at_once
 from services.common.config.sft import SftConfig
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.data.prompts import load_from_card, load_if_local
+from services.coordinator.data.supervised import Example, SftDataset, SftFile, digest_of, to_table
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import close_run, finish, outcome_if_finished
 from services.coordinator.fleet.running import Sessions, recorded_run
@@ -29,7 +30,6 @@ from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reporter import Reporter, in_order
 from services.coordinator.runs.run import Run
-from services.coordinator.sft.rows import Example, SftDataset, SftFile, digest_of, to_table
 from services.coordinator.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

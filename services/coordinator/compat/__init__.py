@@ -1,1 +1,0 @@
-"""The coordinator's use of tensorboardX internals; see services.common.compat."""
