@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from services.common.errors import InvalidInput
 from services.common.json_values import JsonMapping
 from services.coordinator.text.chat_template import Message, TemplateRefusal, show_difference
+from services.coordinator.text.continued import encode_after
 from services.coordinator.text.tokenizer import Tokenizer
 
 _ANSWER = "LockstepAnswer"
@@ -216,14 +217,7 @@ class Bridge:
         return [{key: value if key == "role" else mark(value) for key, value in one.items()} for one in joined]
 
     def _raw(self, text: str) -> list[int]:
-        # Some tokenizers put a space before a text. After other text they do not.
-        encode = self._tokenizer.encode_marked
-        try:
-            anchor, tokens = encode(_ANCHOR), encode(_ANCHOR + text)
-        except InvalidInput:  # a vocabulary without letters
-            return encode(text)
-        is_apart = tokens[: len(anchor)] == anchor
-        return tokens[len(anchor) :] if is_apart else encode(text)
+        return encode_after(self._tokenizer.encode_marked, [_ANCHOR], text)
 
 
 def as_texts(tokenizer: Tokenizer, value: object) -> Any:

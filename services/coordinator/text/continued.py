@@ -31,7 +31,7 @@ def encode_continued(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> 
     wholes = tokenizer.encode_batch([tail + text for tail, text in zip(tails, texts, strict=True)])
     rests = map(_tokens_after, heads, wholes)
     return [
-        _encode_after(tokenizer.encode, _NEUTRAL, text) if rest is None else rest
+        encode_after(tokenizer.encode, _NEUTRAL, text) if rest is None else rest
         for text, rest in zip(texts, rests, strict=True)
     ]
 
@@ -43,7 +43,17 @@ def encode_marked_continued(tokenizer: Tokenizer, before: str, text: str) -> lis
         InvalidInput: See Tokenizer.encode.
     """
     befores = (before[-_TAIL:], *_NEUTRAL) if _puts_space(tokenizer) else ()
-    return _encode_after(tokenizer.encode_marked, befores, text)
+    return encode_after(tokenizer.encode_marked, befores, text)
+
+
+def encode_after(encode: Callable[[str], list[int]], befores: Sequence[str], text: str) -> list[int]:
+    """Returns the tokens of `text` behind the first of `befores` that has no token in common with it; else alone."""
+    for before in befores:
+        with suppress(InvalidInput):  # the vocabulary may lack this one
+            rest = _tokens_after(encode(before), encode(before + text))
+            if rest is not None:
+                return rest
+    return encode(text)
 
 
 def _puts_space(tokenizer: Tokenizer) -> bool:
@@ -52,17 +62,7 @@ def _puts_space(tokenizer: Tokenizer) -> bool:
         alone = tokenizer.encode("a")
     except InvalidInput:  # a vocabulary without letters
         return False
-    return any(_encode_after(tokenizer.encode, [before], "a") != alone for before in _NEUTRAL)
-
-
-def _encode_after(encode: Callable[[str], list[int]], befores: Sequence[str], text: str) -> list[int]:
-    """Returns the tokens of `text` behind the first of `befores` that has no token in common with it; else alone."""
-    for before in befores:
-        with suppress(InvalidInput):  # the vocabulary may lack this one
-            rest = _tokens_after(encode(before), encode(before + text))
-            if rest is not None:
-                return rest
-    return encode(text)
+    return any(encode_after(tokenizer.encode, [before], "a") != alone for before in _NEUTRAL)
 
 
 def _tokens_after(head: list[int], whole: list[int]) -> list[int] | None:
