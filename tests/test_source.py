@@ -19,7 +19,6 @@ MIN_FILE_LINES = 80
 APART = {
     "services.common.weights.digest_gpu": "imports triton",
     "services.trainer.merging_gpu": "imports triton",
-    "services.coordinator.cli.config": "the commands would have more than 400 lines with it",
     "services.reward.environments.python": "a kind of environment",
     "services.reward.agents.function": "a kind of agent",
     "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",

@@ -33,15 +33,8 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.data.reading.hub import ConfigT, with_local_models
 from services.coordinator.doctor import Finding, Verdict
 from services.coordinator.doctor.settings import fix_of
+from services.coordinator.fleet import probes
 from services.coordinator.fleet.launch import Addresses
-from services.coordinator.fleet.probes import (
-    ENVIRONMENT,
-    OPEN_TIMEOUT_S,
-    AgentProbe,
-    Answer,
-    EnvironmentProbe,
-    describe_model,
-)
 from services.coordinator.planning.plan import check_model
 from services.coordinator.rl import session as rl
 from services.coordinator.text.cards import require_same_tokens, require_teacher
@@ -110,13 +103,13 @@ def _ask_trainer(config: AnyConfig, addresses: Addresses) -> Iterator[Finding]:
         has_targets = settings.lora.rank and (settings.lora.target_modules or settings.lora.exclude_modules)
         is_bridged = settings.strategy == "megatron" and settings.megatron.use_mbridge
         content = read_content(directory)
-        answer: Answer = {}
+        answer: probes.Answer = {}
         if content.get("model_type") not in FAMILIES or has_targets or is_bridged:
             if find_spec("torch") is None:
                 why = f"{directory}: torch is not here to compare it with transformers"
                 yield Finding("model", why, Verdict.WARN, "")
                 return
-            answer = describe_model(str(directory), settings)
+            answer = probes.describe_model(str(directory), settings)
         attention = answer["attention"] if "attention" in answer else _attention(settings, content)
         yield Finding("attention", f"{name}: {attention or 'no layer attends'}")
 
@@ -140,7 +133,7 @@ def _fix_of_model(config: AnyConfig, problem: str, field: str) -> str:
         return fix
     try:
         for _, settings, directory in role_models(config):
-            describe_model(str(directory), TrainerConfig(compute_dtype=settings.compute_dtype))
+            probes.describe_model(str(directory), TrainerConfig(compute_dtype=settings.compute_dtype))
     except LockstepError as error:
         return f"{fix}; strategy fsdp does not support it either: {error.message}"
     return "set strategy to fsdp, which was compared with transformers and supports it"
@@ -292,7 +285,7 @@ def examine_environment(config: Config, addresses: Addresses, data: rl.Dataset |
 
 
 def _check_dialog(
-    tokenizer: Tokenizer, config: Config, prompt: Prompt, opened: Answer, answers: Sequence[Answer]
+    tokenizer: Tokenizer, config: Config, prompt: Prompt, opened: probes.Answer, answers: Sequence[probes.Answer]
 ) -> None:
     dialog = Dialog(tokenizer, opened["tools"], config)
     dialog.check(opened["roles"])
@@ -319,7 +312,7 @@ def check_agent(environment: AgentEnvironmentConfig) -> Finding:
     if environment.command:
         looks["command"] = ("/bin/sh", "-c", _LOOK, environment.command[0])
     try:
-        with AgentProbe(environment.model_copy(update=looks)) as probe:
+        with probes.AgentProbe(environment.model_copy(update=looks)) as probe:
             version = probe.open()["version"]
             if environment.path:
                 return Finding("environment", f"{version}: {environment.path} can be imported")
@@ -343,17 +336,17 @@ def check_agent(environment: AgentEnvironmentConfig) -> Finding:
 
 def check_environment(
     environment: TurnsConfig,
-    command: Sequence[str] = ENVIRONMENT,
-    timeout_s: float = OPEN_TIMEOUT_S,
+    command: Sequence[str] = probes.ENVIRONMENT,
+    timeout_s: float = probes.OPEN_TIMEOUT_S,
     calls: Sequence[Mapping[str, object]] = (),
-    talks: Callable[[Answer, Sequence[Answer]], None] | None = None,
+    talks: Callable[[probes.Answer, Sequence[probes.Answer]], None] | None = None,
 ) -> Finding:
     """Checks that the environment opens and answers `calls`; shows its name, version and tools.
 
     `talks` raises InvalidInput if the model cannot read the messages of the environment that has opened and answered.
     """
     try:
-        with EnvironmentProbe(environment, command) as probe:
+        with probes.EnvironmentProbe(environment, command) as probe:
             try:
                 opened = probe.open(timeout_s)
             except DeadlineExceeded:
@@ -377,7 +370,7 @@ def check_environment(
 
 
 def _problem(
-    environment: TurnsConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[Answer]
+    environment: TurnsConfig, calls: Sequence[Mapping[str, object]], answers: Sequence[probes.Answer]
 ) -> Finding | None:
     """Returns what is wrong with the answers. A step may be at fault alone, if it fails only with some texts."""
     whys = [answer.get("failure", {}).get("message") for answer in answers]

@@ -30,7 +30,7 @@ def test_a_model_that_mbridge_builds_is_compared_by_the_trainer(
         asked.append(trainer)
         raise InvalidInput("differs", field="model")
 
-    monkeypatch.setattr(inputs, "describe_model", describe)
+    monkeypatch.setattr(inputs.probes, "describe_model", describe)
     trainer = {"strategy": "megatron", "num_ranks": 1, "megatron": {"use_mbridge": use_mbridge}}
     model, *_ = examine_inputs(config_with(trainer=trainer), Addresses())
     assert len(asked) == use_mbridge
@@ -49,7 +49,7 @@ def test_fsdp_is_asked_about_a_model_that_megatron_refuses(
             raise InvalidInput(refusal, field="model")
         return {}
 
-    monkeypatch.setattr(inputs, "describe_model", describe)
+    monkeypatch.setattr(inputs.probes, "describe_model", describe)
     directory = shutil.copytree(config_with().model, tmp_path / "model")
     content = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(content | {"model_type": "gemma2"}))
