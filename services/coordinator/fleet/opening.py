@@ -24,6 +24,7 @@ from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.clients.trainer import Model, Trainer
 from services.coordinator.fleet.launch import Addresses
+from services.coordinator.fleet.probes import Tools
 from services.coordinator.observe.frontend import Outcome
 from services.coordinator.runs.checkpoints import best_if_stalled, comparable_evaluations, require_visible
 from services.coordinator.runs.clock import Phase
@@ -128,6 +129,11 @@ class Services:
     environments: Environments | None
     auxiliary: Mapping[str, Model]
     gpus: OwnGpus
+
+    @property
+    def tools(self) -> Tools:
+        """The tools that every prompt shows."""
+        return self.environments.tools if self.environments else []
 
 
 @asynccontextmanager

@@ -73,6 +73,10 @@ class MeasuredModel:
         return iter(self.sizes)
 
 
+Model = Architecture | MeasuredModel
+"""Sizes of a model, by which its memory is estimated."""
+
+
 def measure(directory: str, trainer: TrainerConfig) -> MeasuredModel:
     """Returns the sizes of the model in a directory of this host, for strategy fsdp.
 
@@ -132,9 +136,7 @@ class MicrobatchMemory:
     """Bytes that intermediate results leave free between activations in the heap. The next micro-batch fills them."""
 
 
-def microbatch_memory(
-    config: AnyConfig, model: Architecture | MeasuredModel, layout: Layout, pp: int, *, is_gpu: bool
-) -> MicrobatchMemory:
+def microbatch_memory(config: AnyConfig, model: Model, layout: Layout, pp: int, *, is_gpu: bool) -> MicrobatchMemory:
     """Returns the bytes of the largest micro-batch in pipeline stage `pp`, the last of which computes logits."""
     trainer, tokens = config.trainer, microbatch_tokens(config) // layout.cp
     chunks = layout.layers(model.num_layers, pp)
@@ -182,7 +184,7 @@ def stage_parameters(model: Architecture, layout: Layout, pp: int) -> tuple[int,
     return dense, experts
 
 
-def gathered_parameters(trainer: TrainerConfig, model: Architecture | MeasuredModel) -> int:
+def gathered_parameters(trainer: TrainerConfig, model: Model) -> int:
     """Returns the parameters that a rank has unsharded at once with strategy fsdp.
 
     The next layer is gathered while one computes; without resharding all stay gathered.
@@ -195,7 +197,7 @@ def gathered_parameters(trainer: TrainerConfig, model: Architecture | MeasuredMo
     return ends + (2 * max(layers) if trainer.fsdp.reshard_after_forward else sum(layers))
 
 
-def orthogonalized_parameters(trainer: TrainerConfig, model: Architecture | MeasuredModel, trained: int) -> int:
+def orthogonalized_parameters(trainer: TrainerConfig, model: Model, trained: int) -> int:
     """Returns how many of a model's `trained` parameters Muon updates: the layers', but for stacked experts."""
     if trainer.optim.kind != "muon":
         return 0
@@ -238,9 +240,7 @@ def _layers(trainer: TrainerConfig, chunks: Sequence[range]) -> tuple[list[int],
     return [], -(-num_layers // every)
 
 
-def _layer(
-    trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, number: int, *, is_gpu: bool
-) -> LayerBytes:
+def _layer(trainer: TrainerConfig, model: Model, layout: Layout, number: int, *, is_gpu: bool) -> LayerBytes:
     size = weight_bytes(trainer, is_gpu=is_gpu)
     if isinstance(model, MeasuredModel):
         return _measured_layer(model, size, is_frozen=trainer.lora.rank > 0, is_gpu=is_gpu)
@@ -314,9 +314,7 @@ def _unfused(trainer: TrainerConfig, model: Architecture, size: int) -> tuple[in
     return common, attention
 
 
-def _logits(
-    trainer: TrainerConfig, model: Architecture | MeasuredModel, layout: Layout, tokens: int, *, is_gpu: bool
-) -> tuple[int, int]:
+def _logits(trainer: TrainerConfig, model: Model, layout: Layout, tokens: int, *, is_gpu: bool) -> tuple[int, int]:
     rows, size = model.vocab_size // layout.tp, weight_bytes(trainer, is_gpu=is_gpu)
     at_once = min(tokens, max(1, _ENTRIES_AT_ONCE[is_gpu] // rows))
     is_kept = tokens * rows <= _KEPT_ENTRIES[is_gpu]  # if all tokens are predicted
@@ -327,9 +325,7 @@ def _logits(
     return forward, backward + gradient * rows * model.hidden_size + of_teacher
 
 
-def _output_gradient(
-    trainer: TrainerConfig, model: Architecture | MeasuredModel, *, is_kept: bool, is_gpu: bool
-) -> int:
+def _output_gradient(trainer: TrainerConfig, model: Model, *, is_kept: bool, is_gpu: bool) -> int:
     """Returns the bytes of a weight's gradient in the output layer, while the backward pass computes it."""
     size = weight_bytes(trainer, is_gpu=is_gpu)
     if is_kept:

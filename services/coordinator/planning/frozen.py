@@ -8,10 +8,11 @@ from services.common.config.layout import layout_of
 from services.common.config.load import AnyConfig, role_models, role_section
 from services.common.config.trainer import TrainerConfig
 from services.common.counted import counted
-from services.common.families.architecture import Architecture, read_architecture, read_content
+from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.planning.activations import (
     MeasuredModel,
+    Model,
     gathered_parameters,
     measure,
     microbatch_memory,
@@ -46,7 +47,7 @@ class FrozenModel:
         )
 
 
-def frozen_models(config: AnyConfig, policy: Architecture | MeasuredModel, *, is_gpu: bool) -> Iterator[FrozenModel]:
+def frozen_models(config: AnyConfig, policy: Model, *, is_gpu: bool) -> Iterator[FrozenModel]:
     """Yields the frozen models of a run; `policy` is the model of one that names no other.
 
     Raises:
@@ -63,9 +64,7 @@ def is_shared(config: AnyConfig, name: str) -> bool:
     return section is not None and section.deployment == "shared"
 
 
-def sized_model(
-    config: AnyConfig, name: str, policy: Architecture | MeasuredModel
-) -> tuple[TrainerConfig, Architecture | MeasuredModel] | None:
+def sized_model(config: AnyConfig, name: str, policy: Model) -> tuple[TrainerConfig, Model] | None:
     """Returns the settings and sizes of the model of a section, or None if the run has no such model; `policy` is the
     model of a section that names no other.
 
@@ -78,7 +77,7 @@ def sized_model(
     return None
 
 
-def read_model(directory: Path, settings: TrainerConfig) -> Architecture | MeasuredModel:
+def read_model(directory: Path, settings: TrainerConfig) -> Model:
     """Returns the sizes of a model; those of one that the registry does not know are counted by the trainer's code.
 
     Raises:
@@ -90,9 +89,7 @@ def read_model(directory: Path, settings: TrainerConfig) -> Architecture | Measu
     return measure(str(directory), settings)
 
 
-def _frozen(
-    config: AnyConfig, name: str, settings: TrainerConfig, model: Architecture | MeasuredModel, *, is_gpu: bool
-) -> FrozenModel:
+def _frozen(config: AnyConfig, name: str, settings: TrainerConfig, model: Model, *, is_gpu: bool) -> FrozenModel:
     as_policy, weight = config.model_copy(update={"trainer": settings}), weight_bytes(settings, is_gpu=is_gpu)
     layout = layout_of(settings)
     if settings.strategy == "fsdp" or isinstance(model, MeasuredModel):

@@ -24,6 +24,7 @@ from services.common.families.registry import FUSED, PARTS, lora_layer
 from services.coordinator.planning.activations import (
     MeasuredModel,
     MicrobatchMemory,
+    Model,
     gathered_parameters,
     in_flight,
     microbatch_memory,
@@ -32,8 +33,6 @@ from services.coordinator.planning.activations import (
     weight_bytes,
 )
 from services.coordinator.planning.frozen import frozen_models, is_shared, sized_model
-
-Model = Architecture | MeasuredModel
 
 _GRADIENT, _MASTER, _MOMENTS = 4, 4, 8  # bytes per parameter, float32
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}

@@ -18,11 +18,10 @@ from services.common.counted import counted
 from services.common.errors import InvalidInput, Reason
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.supported import require_supported, text_of
-from services.coordinator.planning.activations import MeasuredModel, microbatch_tokens, weight_bytes
+from services.coordinator.planning.activations import MeasuredModel, Model, microbatch_tokens, weight_bytes
 from services.coordinator.planning.frozen import frozen_models, is_shared, read_model
 from services.coordinator.planning.memory import (
     Memory,
-    Model,
     StateBytes,
     colocated_phases,
     critic_memory,

@@ -49,6 +49,19 @@ from services.coordinator.runs.run import Run
 from services.coordinator.text.tokenizer import Tokenizer
 
 
+def load_held_out(config: Config, tokenizer: Tokenizer, tools: Tools | None) -> dict[str, Prompts]:
+    """Returns the prompts of each set by its name, with a chat template that shows `tools`.
+
+    Raises:
+        InvalidInput: See Tokenizer.with_tools, RowFile.held_out and Prompts.require_used.
+    """
+    shown = tokenizer.with_tools(tools or ())
+    held_out = load_eval(config.data, shown, needs_answer=config.reward.reads_answers)
+    for name, rows in held_out.items():
+        rows.require_used(config, f"data.eval.{name}")
+    return held_out
+
+
 async def evaluate(
     run: Run, collector: Collector, eval_data: Mapping[str, Prompts], stamp: PolicyStamp
 ) -> dict[str, float]:
@@ -250,19 +263,14 @@ _Dataset = tuple[Tokenizer, Tools | None, dict[str, Prompts]]
 
 def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> _Dataset:
     check_words(tokenizer, config)
-    shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
-    held_out = load_eval(config.data, shown, needs_answer=needs_answer)
-    for name, rows in held_out.items():
-        rows.require_used(config, f"data.eval.{name}")
-    return tokenizer, tools, held_out
+    return tokenizer, tools, load_held_out(config, tokenizer, tools)
 
 
 async def _evaluate(run: Run, services: Services, data: _Dataset | None, evaluated: str) -> Evaluation:
     config, trainer = run.config, services.trainer
     version = trainer.opened.version
-    tools: Tools = services.environments.tools if services.environments else []
-    if data is None or data[1] != tools:
-        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
+    if data is None or data[1] != services.tools:
+        data = load_from_card(config, trainer.opened.model_card, partial(_load, tools=services.tools))
     tokenizer, _, eval_data = data
     run.begin(version, ())
     stamp = await make_publisher(services, run).publish(version)

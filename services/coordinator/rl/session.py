@@ -21,6 +21,7 @@ from services.coordinator.observe.reporters import files
 from services.coordinator.observe.terminal import LastSample
 from services.coordinator.rl.advantages import require_importable
 from services.coordinator.rl.blocks import BlockMaker
+from services.coordinator.rl.evaluation import load_held_out
 from services.coordinator.rl.loop import train
 from services.coordinator.rl.publishing import make_publisher
 from services.coordinator.rl.sampling.collect import check_words
@@ -115,10 +116,8 @@ def _load(config: Config, tokenizer: Tokenizer, *, tools: Tools | None) -> Datas
     check_words(tokenizer, config)
     shown, needs_answer = tokenizer.with_tools(tools or ()), config.reward.reads_answers
     train_data = prompts.PromptDataset.load(config.data, shown, seed=config.seed, needs_answer=needs_answer)
-    held_out = prompts.load_eval(config.data, shown, needs_answer=needs_answer)
     train_data.prompts.require_used(config, "data.train")
-    for name, rows in held_out.items():
-        rows.require_used(config, f"data.eval.{name}")
+    held_out = load_held_out(config, tokenizer, tools)
     prompts.require_enough(len(train_data), config)
     return Dataset(tokenizer, tools, train_data, held_out)
 
@@ -129,9 +128,8 @@ def _begin(run: Run, services: Services, data: Dataset | None, frontend: Fronten
     run.require_held(trainer.opened.version)
     version = run.last_finished(trainer.opened.version, trainer.opened.last_batch_id)
     _require_same_step(version, critic, config)
-    tools: Tools = services.environments.tools if services.environments else []
-    if data is None or data.tools != tools:
-        data = prompts.load_from_card(config, trainer.opened.model_card, partial(_load, tools=tools))
+    if data is None or data.tools != services.tools:
+        data = prompts.load_from_card(config, trainer.opened.model_card, partial(_load, tools=services.tools))
     run.record.use_data(data.train.digest, data.other_digests(config))
     opened = services.reward.opened
     evaluated = run.record.ledger.last(Kind.SCORED)
