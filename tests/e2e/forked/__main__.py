@@ -13,7 +13,7 @@ COMMAND = "services.coordinator.cli.main"
 
 def preload() -> None:
     """Imports what the command and the reward service need for a run, before they are forked."""
-    for name in (COMMAND, *(f"services.coordinator.{part}.session" for part in ("rl", "sft", "replay"))):
+    for name in (COMMAND, *(f"services.coordinator.{part}" for part in ("rl.session", "sft", "replay.session"))):
         import_module(name)
     for name in ("servicer", "agents.servicer", "environments.servicer", "metrics"):
         import_module(f"services.reward.{name}")
