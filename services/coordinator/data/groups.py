@@ -300,6 +300,11 @@ def to_episodes(groups: Sequence[SampledGroup]) -> pa.Table | None:
     return pa.Table.from_pylist(rows, schema=EPISODE_SCHEMA) if rows else None
 
 
+def answers_of(groups: Sequence[SampledGroup]) -> dict[int, str | None]:
+    """Returns the answer of each group's row, by the group's index."""
+    return {group.index: group.prompt.answer for group in groups}
+
+
 def rewards_by_column(groups: Sequence[ScoredGroup], column: str | None) -> dict[str, float]:
     """Returns the mean reward of the samples of each value, named `reward[<column>=<value>]`; none without a column."""
     if column is None:
@@ -322,4 +327,4 @@ def conversation_of(row: Record, text: Callable[[Sequence[int]], str]) -> pb.Con
             if reply:
                 parts.append(pb.ConversationPart(text=text(reply)))
     same = {name: row[name] for name in ("prompt_id", "sample", "reward", "finish_reason")}
-    return pb.Conversation(prompt=text(row["prompt_tokens"]), parts=parts, **same)
+    return pb.Conversation(prompt=text(row["prompt_tokens"]), parts=parts, answer=row.get("answer"), **same)

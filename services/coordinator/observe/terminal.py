@@ -56,7 +56,8 @@ def show_conversation(conversation: pb.Conversation, title: str, width: int, hei
     grid = Table.grid(padding=(0, 1))
     for justify in ("right", "left", "right"):
         grid.add_column(justify=justify, vertical="top")
-    lines = [("prompt", conversation.prompt, "", "dim"), *_lines(conversation.parts)]
+    answer = [("answer", conversation.answer, "", "green")] if conversation.HasField("answer") else []
+    lines = [("prompt", conversation.prompt, "", "dim"), *_lines(conversation.parts), *answer]
     left_out = len(lines) - room
     if left_out > 0:
         first = room // 2

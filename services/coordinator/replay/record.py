@@ -14,7 +14,7 @@ from services.common.errors import DataLoss, InvalidInput, NotFound, Preconditio
 from services.common.json_values import JsonMapping
 from services.coordinator.runs.ledger import Decision, Kind
 from services.coordinator.runs.reader import LedgerReader
-from services.coordinator.runs.record import batch_path, calls_path, sha256_of
+from services.coordinator.runs.record import batch_path, calls_path, sha256_of, without_answers
 from services.coordinator.runs.resume import differences, require_saved
 
 
@@ -73,7 +73,7 @@ class Record:
 
     def batch(self, step: int) -> Batch:
         samples, collected, differs = self._read(step, batch_path(self.run_dir, step - 1), "samples", "sha256")
-        return Batch(samples, collected["dataset"], differs)
+        return Batch(without_answers(samples), collected["dataset"], differs)
 
     def episodes(self, step: int) -> tuple[list[JsonMapping], tuple[Difference, ...]]:
         """Returns what the agents of a step asked and left behind (rows of data.calls.EPISODE_SCHEMA), and the

@@ -30,7 +30,7 @@ from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, NotFound
 from services.common.files.storage import write_whole
 from services.common.rewards import reaches
-from services.coordinator.data.groups import rewards_by_column, to_table
+from services.coordinator.data.groups import answers_of, rewards_by_column, to_table
 from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.opening import Services, open_services
@@ -87,7 +87,7 @@ async def evaluate(
             if is_failed.any():
                 of_set["failed"] = float(is_failed.sum())
             metrics |= {f"eval/{name}/{metric}": value for metric, value in of_set.items()}
-            run.record.keep_evaluation(name, samples, stamp)
+            run.record.keep_evaluation(name, samples, stamp, answers_of(groups))
             digests[name] = _digest(settings, sampling)
             scored = versions_of(samples) | {"settings": json.dumps(digests)}
     await run.record.ledger.free()

@@ -26,7 +26,7 @@ from services.common.files.storage import parse_object
 from services.common.json_values import JsonObject
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer
-from services.coordinator.data.groups import ScoredGroup, rewards_by_column, to_episodes, to_table
+from services.coordinator.data.groups import ScoredGroup, answers_of, rewards_by_column, to_episodes, to_table
 from services.coordinator.data.prompts import PromptDataset, Prompts, prompts_to_try
 from services.coordinator.rl.advantages import compute_advantages
 from services.coordinator.rl.advantages.samples import coef_after, kl_record
@@ -300,8 +300,10 @@ async def collect(
     # The batch is recorded next, and to wait for another process's lock there would block the event loop.
     await run.record.ledger.free()
     decision = {**selected.decision, "metrics": metrics | rewards_by_column(groups, config.data.metrics_column)}
-    data, of_agents = context.data, to_episodes(groups)
-    return CollectedBatch(samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl, of_agents)
+    data, of_agents, answers = context.data, to_episodes(groups), answers_of(groups)
+    return CollectedBatch(
+        samples, version, stamp, decision, selected.outcomes, data.digest, len(data), kl, of_agents, answers
+    )
 
 
 def samples_of(config: Config, groups: Sequence[ScoredGroup], coef: float) -> pa.Table:

@@ -5,7 +5,7 @@ import logging
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +20,10 @@ from services.coordinator.runs.reporter import in_order
 log = logging.getLogger(__name__)
 
 _BATCH = re.compile(r"step-(\d+)(\.calls)?\.parquet")
+_ANSWER = pa.field("answer", pa.string())
+_ANSWER_CHARS = 2000
+Answers = Mapping[int, str | None]
+"""The answer of each prompt group's row in the data, by the group's index."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class CollectedBatch:
     num_prompts: int  # in the training data: together with the seed, it determines their order
     kl: Mapping[str, float] | None  # the KL divergence and its coefficient, if the reward has a KL penalty
     episodes: pa.Table | None = None  # what agents asked and left behind (data.calls.EPISODE_SCHEMA)
+    answers: Answers = field(default_factory=dict)
 
 
 class RunRecord:
@@ -95,7 +100,7 @@ class RunRecord:
         with writing(path):
             if batch.episodes is not None:
                 _write_parquet(batch.episodes, calls)
-            _write_parquet(batch.samples, path)
+            _write_parquet(_with_answers(batch.samples, batch.answers), path)
         with self.ledger.transaction():
             self.ledger.record(Kind.SELECTED, version, **batch.decision)
             self.ledger.keep_outcomes(version, batch.outcomes)
@@ -121,7 +126,7 @@ class RunRecord:
         if not recorded or self.recorded_stamp(version) != stamp or not path.is_file():
             return None
         self.batch_is_from_disk = sha256_of(path) == recorded["sha256"]
-        return pq.read_table(path) if self.batch_is_from_disk else None
+        return without_answers(pq.read_table(path)) if self.batch_is_from_disk else None
 
     def recorded_stamp(self, version: int) -> PolicyStamp:
         """Returns the stamp that the newest batch for `version` was sampled from; without a digest if there is none."""
@@ -135,12 +140,12 @@ class RunRecord:
     def was_evaluated(self, version: int) -> bool:
         return self.ledger.is_newer(Kind.EVALUATED, Kind.FINISHED, version)
 
-    def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp) -> None:
+    def keep_evaluation(self, name: str, samples: pa.Table, stamp: PolicyStamp, answers: Answers) -> None:
         """Writes the samples of an evaluation of set `name` as Parquet, and records their file's SHA-256."""
         path = evaluation_path(self.run_dir, f"{name}-step-{stamp.version:06d}.parquet")
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            _write_parquet(samples, path)
+            _write_parquet(_with_answers(samples, answers), path)
         self.ledger.record(Kind.EVAL_SAMPLES, stamp.version, file=path.name, sha256=sha256_of(path))
 
     def evaluations(self) -> list[dict[str, float]]:
@@ -190,6 +195,24 @@ def batches_before(run_dir: Path, version: int) -> list[Path]:
     """Returns the files of batches that update versions below `version`."""
     named = ((path, _BATCH.fullmatch(path.name)) for path in sorted((run_dir / "batches").iterdir()))
     return [path for path, name in named if name and int(name[1]) < version]
+
+
+def _with_answers(samples: pa.Table, answers: Answers) -> pa.Table:
+    """Adds the answer of each sample's row, for people who read the file, if the data has any. Long ones are cut."""
+    shown = {group: _cut(answer) for group, answer in answers.items() if answer is not None}
+    if not shown:
+        return samples
+    return samples.append_column(_ANSWER, pa.array(map(shown.get, samples["group"].to_pylist()), _ANSWER.type))
+
+
+def without_answers(table: pa.Table) -> pa.Table:
+    """Returns the samples of a file as services get them. Files of earlier releases have no answers."""
+    return table.drop_columns([_ANSWER.name]) if _ANSWER.name in table.column_names else table
+
+
+def _cut(answer: str) -> str:
+    left_out = len(answer) - _ANSWER_CHARS
+    return f"{answer[:_ANSWER_CHARS]}\n[… {left_out:,} characters left out …]" if left_out > 0 else answer
 
 
 def _write_parquet(table: pa.Table, path: Path) -> None:

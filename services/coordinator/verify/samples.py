@@ -16,6 +16,7 @@ from services.common.json_values import JsonMapping, JsonObject
 from services.common.rpc.history import scores_hashes
 from services.coordinator.data.order import EpochOrder, seed_of, shuffled
 from services.coordinator.data.prompts import REFILLS
+from services.coordinator.runs.record import without_answers
 
 _STAMPED = ["prompt_id", "sample", "segment", "policy_version", "policy_digest"]
 _CALLS = ["prompt_id", "group", "sample", "calls"]
@@ -199,7 +200,7 @@ def _rows(samples: pa.Table, names: Sequence[str]) -> list[JsonObject]:
 
 
 def _read_samples(path: Path) -> pa.Table:
-    samples = _read(path)
+    samples = without_answers(_read(path))
     if not is_of_samples(samples.schema):
         raise DataLoss(f"{path} is damaged: it has not the columns of samples")
     return samples

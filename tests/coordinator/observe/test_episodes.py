@@ -64,6 +64,15 @@ def test_a_conversation_is_below_the_table(width: int, height: int) -> None:
         assert " … " in text and "[red]\ufffd[2Jevil" in text and text.count(" reply user a page") == 1
 
 
+def test_the_answer_is_the_last_line() -> None:
+    answered = pb.Conversation(answer="Rome\n\x1b[2J " + "or Roma " * 500)
+    answered.MergeFrom(CONVERSATION)
+    found = lines(answered, 80, 24)
+    place = next(number for number, line in enumerate(found) if "answer Rome \ufffd[2J or Roma" in line)
+    assert "turn 2 Rome." in "\n".join(found[:place]) and len(found) < 24
+    assert "answer" not in "\n".join(lines(CONVERSATION, 80, 24))
+
+
 def test_a_watcher_sees_the_conversation_with_its_step() -> None:
     terminal = Terminal(make_console(80, 24, is_terminal=True), 9)
     numbers = pb.Numbers(version=4, values=STEP)
@@ -100,11 +109,11 @@ def test_a_completion_is_a_conversation_of_one_turn(tmp_path: Path) -> None:
     path = batch_path(tmp_path, 0)
     path.parent.mkdir()
     batch = make_batch(1, 2, PolicyStamp(version=0, digest="d" * 32))
-    pq.write_table(batch, path)
+    pq.write_table(batch.append_column("answer", pa.array(["42", "42"])), path)
     kept, row = Kept(), batch.to_pylist()[0]
     LastSample(tmp_path, lambda tokens: ",".join(map(str, tokens)), kept).step(1, {})
     ((_, conversation),) = kept.shown
-    assert conversation.prompt == ",".join(map(str, row["prompt_tokens"]))
+    assert conversation.prompt == ",".join(map(str, row["prompt_tokens"])) and conversation.answer == "42"
     assert list(conversation.parts) == [Part(text=",".join(map(str, row["tokens"])), reward=row["reward"])]
     text = "\n".join(lines(conversation, 80, 24))
     assert "completion" in text and "turn 1" not in text

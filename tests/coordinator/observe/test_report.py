@@ -162,7 +162,7 @@ def test_everything_of_the_run_is_in_the_page(run_dir: Path) -> None:
     ]
     newest = data["samples"][2]
     assert (newest["total"], len(newest["columns"]["group"]), newest["stamps"]) == (32, 32, [(2, f"{2:032x}")])
-    assert newest["prompts"][0] == ("p0", HOSTILE[0])
+    assert newest["prompts"][0] == ("p0", HOSTILE[0], None), "files of earlier releases have no answers"
     row = {name: values[5] for name, values in newest["columns"].items()}
     assert row["completion"] == f"word1 {HOSTILE[1]}<eos>"
     assert (row["reward"], row["components"], row["advantage"], row["stop"]) == (1.0, [1.0, 0.5], -1.0, "stop")

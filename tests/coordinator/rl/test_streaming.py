@@ -43,6 +43,18 @@ async def test_the_ranks_get_the_same_blocks_with_and_without_streaming(tmp_path
         assert [batch[1][0] for batch in streamed] == [f"{num_minibatches - 1}"] * 2
 
 
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+async def test_the_answers_of_the_rows_are_recorded(tmp_path: Path, streaming: str) -> None:
+    async with surviving_services() as services:
+        config = made(tmp_path / "run", streaming=streaming)
+        await services.run(config)
+    files = [path for folder in ("batches", "evaluations") for path in (config.run_dir / folder).glob("*.parquet")]
+    assert {path.parent.name for path in files} == {"batches", "evaluations"}
+    for path in files:
+        samples = pq.read_table(path).to_pylist()
+        assert [row["answer"] for row in samples] == [str(int(row["prompt_id"].split("-")[0]) + 1) for row in samples]
+
+
 @pytest.mark.parametrize("num_failing", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_minibatches_that_lack_groups_are_sent_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_failing: int

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)lockstep/coordinator/v1/coordinator.proto\x12\x17lockstep.coordinator.v1\x1a\x1dlockstep/types/v1/types.proto\"\xbd\x01\n\x03Run\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.lockstep.coordinator.v1.RunState\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x0f\n\x07run_dir\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x13\n\x0b\x65xport_path\x18\t \x01(\t\"x\n\x10ServiceAddresses\x12\x0f\n\x07rollout\x18\x01 \x03(\t\x12\x0e\n\x06reward\x18\x02 \x03(\t\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\t\x12\x0e\n\x06\x63ritic\x18\x05 \x01(\t\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\x87\x01\n\x07Numbers\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12<\n\x06values\x18\x02 \x03(\x0b\x32,.lockstep.coordinator.v1.Numbers.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x10\n\x0eGetInfoRequest\"f\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12\x10\n\x08runs_dir\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"d\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12<\n\taddresses\x18\x02 \x01(\x0b\x32).lockstep.coordinator.v1.ServiceAddresses\"=\n\x10StartRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x0eGetRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x11\n\x0fListRunsRequest\">\n\x10ListRunsResponse\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"6\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x04\"\xed\x01\n\x10WatchRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\x12\x30\n\x04step\x18\x02 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x12\x36\n\nevaluation\x18\x03 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x12;\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32%.lockstep.coordinator.v1.ConversationB\x07\n\x05\x65vent\"\xa2\x01\n\x0c\x43onversation\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x38\n\x05parts\x18\x04 \x03(\x0b\x32).lockstep.coordinator.v1.ConversationPart\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\"@\n\x10\x43onversationPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"+\n\x0eStopRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\"<\n\x0fStopRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"p\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tis_wanted\x18\x03 \x01(\x08\x12\x0c\n\x04note\x18\x04 \x01(\t\x12\x11\n\tis_unused\x18\x05 \x01(\x08\x42\n\n\x08_version\"#\n\x13ListReplicasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"J\n\x14ListReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .lockstep.coordinator.v1.Replica\"B\n\x15\x43hangeReplicasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x61\x64\x64\x18\x02 \x03(\t\x12\x0e\n\x06remove\x18\x03 \x03(\t\"L\n\x16\x43hangeReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .lockstep.coordinator.v1.Replica\"O\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"4\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04*\xb1\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06\x32\x90\x07\n\x12\x43oordinatorService\x12\\\n\x07GetInfo\x12\'.lockstep.coordinator.v1.GetInfoRequest\x1a(.lockstep.coordinator.v1.GetInfoResponse\x12_\n\x08StartRun\x12(.lockstep.coordinator.v1.StartRunRequest\x1a).lockstep.coordinator.v1.StartRunResponse\x12Y\n\x06GetRun\x12&.lockstep.coordinator.v1.GetRunRequest\x1a\'.lockstep.coordinator.v1.GetRunResponse\x12_\n\x08ListRuns\x12(.lockstep.coordinator.v1.ListRunsRequest\x1a).lockstep.coordinator.v1.ListRunsResponse\x12\x61\n\x08WatchRun\x12(.lockstep.coordinator.v1.WatchRunRequest\x1a).lockstep.coordinator.v1.WatchRunResponse0\x01\x12\\\n\x07StopRun\x12\'.lockstep.coordinator.v1.StopRunRequest\x1a(.lockstep.coordinator.v1.StopRunResponse\x12k\n\x0cListReplicas\x12,.lockstep.coordinator.v1.ListReplicasRequest\x1a-.lockstep.coordinator.v1.ListReplicasResponse\x12q\n\x0e\x43hangeReplicas\x12..lockstep.coordinator.v1.ChangeReplicasRequest\x1a/.lockstep.coordinator.v1.ChangeReplicasResponse\x12^\n\x07ReadLog\x12\'.lockstep.coordinator.v1.ReadLogRequest\x1a(.lockstep.coordinator.v1.ReadLogResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)lockstep/coordinator/v1/coordinator.proto\x12\x17lockstep.coordinator.v1\x1a\x1dlockstep/types/v1/types.proto\"\xbd\x01\n\x03Run\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x30\n\x05state\x18\x03 \x01(\x0e\x32!.lockstep.coordinator.v1.RunState\x12\r\n\x05phase\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x0f\n\x07run_dir\x18\x07 \x01(\t\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x13\n\x0b\x65xport_path\x18\t \x01(\t\"x\n\x10ServiceAddresses\x12\x0f\n\x07rollout\x18\x01 \x03(\t\x12\x0e\n\x06reward\x18\x02 \x03(\t\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x11\n\treference\x18\x04 \x01(\t\x12\x0e\n\x06\x63ritic\x18\x05 \x01(\t\x12\x0f\n\x07teacher\x18\x06 \x01(\t\"\x87\x01\n\x07Numbers\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12<\n\x06values\x18\x02 \x03(\x0b\x32,.lockstep.coordinator.v1.Numbers.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x10\n\x0eGetInfoRequest\"f\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\x12\x10\n\x08runs_dir\x18\x02 \x01(\t\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"d\n\x0fStartRunRequest\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\x12<\n\taddresses\x18\x02 \x01(\x0b\x32).lockstep.coordinator.v1.ServiceAddresses\"=\n\x10StartRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x1d\n\rGetRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\";\n\x0eGetRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"\x11\n\x0fListRunsRequest\">\n\x10ListRunsResponse\x12*\n\x04runs\x18\x01 \x03(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"6\n\x0fWatchRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rafter_version\x18\x02 \x01(\x04\"\xed\x01\n\x10WatchRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\x12\x30\n\x04step\x18\x02 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x12\x36\n\nevaluation\x18\x03 \x01(\x0b\x32 .lockstep.coordinator.v1.NumbersH\x00\x12;\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32%.lockstep.coordinator.v1.ConversationB\x07\n\x05\x65vent\"\xc2\x01\n\x0c\x43onversation\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x38\n\x05parts\x18\x04 \x03(\x0b\x32).lockstep.coordinator.v1.ConversationPart\x12\x0e\n\x06reward\x18\x05 \x01(\x01\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x13\n\x06\x61nswer\x18\x07 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_answer\"@\n\x10\x43onversationPart\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"+\n\x0eStopRunRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03now\x18\x02 \x01(\x08\"<\n\x0fStopRunResponse\x12)\n\x03run\x18\x01 \x01(\x0b\x32\x1c.lockstep.coordinator.v1.Run\"p\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x07version\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tis_wanted\x18\x03 \x01(\x08\x12\x0c\n\x04note\x18\x04 \x01(\t\x12\x11\n\tis_unused\x18\x05 \x01(\x08\x42\n\n\x08_version\"#\n\x13ListReplicasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"J\n\x14ListReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .lockstep.coordinator.v1.Replica\"B\n\x15\x43hangeReplicasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x61\x64\x64\x18\x02 \x03(\t\x12\x0e\n\x06remove\x18\x03 \x03(\t\"L\n\x16\x43hangeReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .lockstep.coordinator.v1.Replica\"O\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"4\n\x0fReadLogResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0bnext_offset\x18\x02 \x01(\x04*\xb1\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x12\x15\n\x11RUN_STATE_STOPPED\x10\x06\x32\x90\x07\n\x12\x43oordinatorService\x12\\\n\x07GetInfo\x12\'.lockstep.coordinator.v1.GetInfoRequest\x1a(.lockstep.coordinator.v1.GetInfoResponse\x12_\n\x08StartRun\x12(.lockstep.coordinator.v1.StartRunRequest\x1a).lockstep.coordinator.v1.StartRunResponse\x12Y\n\x06GetRun\x12&.lockstep.coordinator.v1.GetRunRequest\x1a\'.lockstep.coordinator.v1.GetRunResponse\x12_\n\x08ListRuns\x12(.lockstep.coordinator.v1.ListRunsRequest\x1a).lockstep.coordinator.v1.ListRunsResponse\x12\x61\n\x08WatchRun\x12(.lockstep.coordinator.v1.WatchRunRequest\x1a).lockstep.coordinator.v1.WatchRunResponse0\x01\x12\\\n\x07StopRun\x12\'.lockstep.coordinator.v1.StopRunRequest\x1a(.lockstep.coordinator.v1.StopRunResponse\x12k\n\x0cListReplicas\x12,.lockstep.coordinator.v1.ListReplicasRequest\x1a-.lockstep.coordinator.v1.ListReplicasResponse\x12q\n\x0e\x43hangeReplicas\x12..lockstep.coordinator.v1.ChangeReplicasRequest\x1a/.lockstep.coordinator.v1.ChangeReplicasResponse\x12^\n\x07ReadLog\x12\'.lockstep.coordinator.v1.ReadLogRequest\x1a(.lockstep.coordinator.v1.ReadLogResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NUMBERS_VALUESENTRY']._loaded_options = None
   _globals['_NUMBERS_VALUESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=2158
-  _globals['_RUNSTATE']._serialized_end=2335
+  _globals['_RUNSTATE']._serialized_start=2190
+  _globals['_RUNSTATE']._serialized_end=2367
   _globals['_RUN']._serialized_start=102
   _globals['_RUN']._serialized_end=291
   _globals['_SERVICEADDRESSES']._serialized_start=293
@@ -65,27 +65,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHRUNRESPONSE']._serialized_start=1072
   _globals['_WATCHRUNRESPONSE']._serialized_end=1309
   _globals['_CONVERSATION']._serialized_start=1312
-  _globals['_CONVERSATION']._serialized_end=1474
-  _globals['_CONVERSATIONPART']._serialized_start=1476
-  _globals['_CONVERSATIONPART']._serialized_end=1540
-  _globals['_STOPRUNREQUEST']._serialized_start=1542
-  _globals['_STOPRUNREQUEST']._serialized_end=1585
-  _globals['_STOPRUNRESPONSE']._serialized_start=1587
-  _globals['_STOPRUNRESPONSE']._serialized_end=1647
-  _globals['_REPLICA']._serialized_start=1649
-  _globals['_REPLICA']._serialized_end=1761
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1763
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1798
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1800
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1874
-  _globals['_CHANGEREPLICASREQUEST']._serialized_start=1876
-  _globals['_CHANGEREPLICASREQUEST']._serialized_end=1942
-  _globals['_CHANGEREPLICASRESPONSE']._serialized_start=1944
-  _globals['_CHANGEREPLICASRESPONSE']._serialized_end=2020
-  _globals['_READLOGREQUEST']._serialized_start=2022
-  _globals['_READLOGREQUEST']._serialized_end=2101
-  _globals['_READLOGRESPONSE']._serialized_start=2103
-  _globals['_READLOGRESPONSE']._serialized_end=2155
-  _globals['_COORDINATORSERVICE']._serialized_start=2338
-  _globals['_COORDINATORSERVICE']._serialized_end=3250
+  _globals['_CONVERSATION']._serialized_end=1506
+  _globals['_CONVERSATIONPART']._serialized_start=1508
+  _globals['_CONVERSATIONPART']._serialized_end=1572
+  _globals['_STOPRUNREQUEST']._serialized_start=1574
+  _globals['_STOPRUNREQUEST']._serialized_end=1617
+  _globals['_STOPRUNRESPONSE']._serialized_start=1619
+  _globals['_STOPRUNRESPONSE']._serialized_end=1679
+  _globals['_REPLICA']._serialized_start=1681
+  _globals['_REPLICA']._serialized_end=1793
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1795
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1830
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1832
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1906
+  _globals['_CHANGEREPLICASREQUEST']._serialized_start=1908
+  _globals['_CHANGEREPLICASREQUEST']._serialized_end=1974
+  _globals['_CHANGEREPLICASRESPONSE']._serialized_start=1976
+  _globals['_CHANGEREPLICASRESPONSE']._serialized_end=2052
+  _globals['_READLOGREQUEST']._serialized_start=2054
+  _globals['_READLOGREQUEST']._serialized_end=2133
+  _globals['_READLOGRESPONSE']._serialized_start=2135
+  _globals['_READLOGRESPONSE']._serialized_end=2187
+  _globals['_COORDINATORSERVICE']._serialized_start=2370
+  _globals['_COORDINATORSERVICE']._serialized_end=3282
 # @@protoc_insertion_point(module_scope)

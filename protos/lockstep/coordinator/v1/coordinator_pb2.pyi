@@ -149,20 +149,22 @@ class WatchRunResponse(_message.Message):
     def __init__(self, run: _Optional[_Union[Run, _Mapping]] = ..., step: _Optional[_Union[Numbers, _Mapping]] = ..., evaluation: _Optional[_Union[Numbers, _Mapping]] = ..., conversation: _Optional[_Union[Conversation, _Mapping]] = ...) -> None: ...
 
 class Conversation(_message.Message):
-    __slots__ = ("prompt_id", "sample", "prompt", "parts", "reward", "finish_reason")
+    __slots__ = ("prompt_id", "sample", "prompt", "parts", "reward", "finish_reason", "answer")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     sample: int
     prompt: str
     parts: _containers.RepeatedCompositeFieldContainer[ConversationPart]
     reward: float
     finish_reason: str
-    def __init__(self, prompt_id: _Optional[str] = ..., sample: _Optional[int] = ..., prompt: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ConversationPart, _Mapping]]] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    answer: str
+    def __init__(self, prompt_id: _Optional[str] = ..., sample: _Optional[int] = ..., prompt: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ConversationPart, _Mapping]]] = ..., reward: _Optional[float] = ..., finish_reason: _Optional[str] = ..., answer: _Optional[str] = ...) -> None: ...
 
 class ConversationPart(_message.Message):
     __slots__ = ("text", "reward")

@@ -90,7 +90,7 @@ class Samples {
     const { prompts, rows } = this.source;
     const wanted = (row) =>
       (stop === null || row.stop === stop) &&
-      (!sought || `${prompts[row.group][1]}\n${row.completion}`.toLowerCase().includes(sought));
+      (!sought || `${prompts[row.group].slice(1).join("\n")}\n${row.completion}`.toLowerCase().includes(sought));
     const key = this.columns().find((column) => column.name === sort)?.key;
     const sign = descending ? -1 : 1;
     const number = (row) => (typeof key(row) === "number" ? key(row) : -Infinity);
@@ -102,6 +102,8 @@ class Samples {
     const isSame = components.length === 1 && rows.every((row) => row.components[0] === row.reward);
     const each = isSame ? [] : components.map((name, index) => ({ name, key: (row) => row.components[index] }));
     const advantage = rows.some((row) => row.advantage !== null) ? [{ name: "advantage", key: (row) => row.advantage }] : [];
+    const hasAnswer = Object.values(prompts).some((prompt) => prompt[2] !== null);
+    const answer = hasAnswer ? [{ name: "answer", text: (row) => prompts[row.group][2] ?? "" }] : [];
     const stamp = (row) => `${stamps[row.stamp][0]} · ${stamps[row.stamp][1].slice(0, 8)}`;
     return [
       { name: "reward", key: (row) => row.reward },
@@ -111,6 +113,7 @@ class Samples {
       { name: "stop", quiet: (row) => row.stop },
       { name: "prompt", text: (row) => prompts[row.group][1], title: (row) => prompts[row.group][0] },
       { name: "completion", text: (row) => row.completion, parts: (row) => row.turns },
+      ...answer,
       { name: "policy", quiet: stamp, title: (row) => stamps[row.stamp][1] },
       { name: "sample", quiet: (row) => `${row.group}.${row.sample}`, title: (row) => prompts[row.group][0] },
     ];
@@ -131,7 +134,7 @@ class Samples {
     const cells = columns.map((column) => {
       if (column.key) return el("td", { class: "number" }, show(column.key(row)));
       if (column.parts?.(row)) return el("td", { class: "text" }, el("div", {}, ...this.conversation(column.parts(row))));
-      if (column.text) return el("td", { class: "text" }, el("div", {}, ...marked(column.text(row), this.view.sought)));
+      if (column.text) return el("td", { class: `text ${column.name}` }, el("div", {}, ...marked(column.text(row), this.view.sought)));
       return el("td", { class: "quiet", ...(column.title && { title: column.title(row) }) }, column.quiet(row));
     });
     const expand = el("button", { type: "button", class: "expand", "aria-label": "whole text", "aria-expanded": "false" }, "›");

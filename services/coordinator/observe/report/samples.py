@@ -207,7 +207,10 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
         "scorer": ", ".join(dict.fromkeys(row["scorer"] for row in rows)),
         "components": components,
         "stamps": stamps,
-        "prompts": {group: (row["prompt_id"], _text(row["prompt_tokens"], decode)) for group, row in prompts.items()},
+        "prompts": {
+            group: (row["prompt_id"], _text(row["prompt_tokens"], decode), _answer(row))
+            for group, row in prompts.items()
+        },
         "columns": {
             "group": [row["group"] for row in rows],
             "sample": [row["sample"] for row in rows],
@@ -224,6 +227,11 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
             "stamp": [stamps.index((row["policy_version"], row["policy_digest"])) for row in rows],
         },
     }
+
+
+def _answer(row: Record) -> str | None:
+    answer = row.get("answer")  # files of earlier releases have none, and damaged ones may have anything
+    return _cut(answer) if isinstance(answer, str) else None
 
 
 def _advantage(segments: Sequence[Record]) -> float | str | None:
