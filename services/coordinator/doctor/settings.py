@@ -104,12 +104,13 @@ def check_scorers(reward: RewardConfig, groups: Sequence[Sequence[Mapping[str, o
         return Finding("scorers", "; ".join(found))
     sample, why = failed[0]
     which = f"for the completion {sample['completion']!r:.80} of the prompt {sample['prompt']!r:.80}"
-    slow = "raise reward.timeout_s, or " if "TIMEOUT" in why else ""
+    limit = "group_timeout_s" if "group_timeout_s" in why else "timeout_s"
+    slow = f"raise reward.{limit}, or " if "TIMEOUT" in why else ""
     return Finding(
         "scorers",
         f"{why}, {which}; {len(failed)} of {len(samples)} samples made of the first rows fail",
         Verdict.FAIL if all("failure" in outcome for outcome in outcomes[::2]) else Verdict.WARN,
-        f"{slow}correct the function, if it is yours, or the rows" if paths else "correct the rows",
+        f"{slow}correct the function, if it is yours, or the rows" if paths else f"{slow}correct the rows",
     )
 
 

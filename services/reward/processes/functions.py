@@ -93,7 +93,8 @@ class FunctionPool(WorkerPool[Worker]):
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     async def call(self, fields: Mapping[str, object], limit_s: float = math.inf) -> float:
-        """Returns the function's score for `fields`, within `limit_s` and the pool's own time limit.
+        """Returns the function's score for `fields`, within the pool's own time limit and `limit_s`, the share of
+        reward.group_timeout_s that the sample has.
 
         Waiting for an idle worker does not count against the time limit. Errors are those of Worker.call.
         """
@@ -148,7 +149,9 @@ class FunctionPool(WorkerPool[Worker]):
 
     async def _send(self, worker: Worker, message: Mapping[str, object], limit_s: float) -> Reply:
         await worker.start()
-        return await worker.call(message, min(limit_s, self._timeout_s))
+        if limit_s < self._timeout_s:
+            return await worker.call(message, limit_s, "a share of group_timeout_s")
+        return await worker.call(message, self._timeout_s)
 
 
 class FunctionExecutor(Executor):
@@ -163,6 +166,7 @@ class FunctionExecutor(Executor):
             self._function, self.version = function(**init)
         else:
             self._function, self.version = function, child.source_digest(module)
+        self._path = path
         self._convention = Convention(self._function, path, arguments) if arguments else None
         if self._convention:
             self.facts = {"convention": self._convention.name}
@@ -174,40 +178,42 @@ class FunctionExecutor(Executor):
         fields, convention = call["fields"], self._convention
         result = self._function(**(convention.arguments(fields) if convention else fields))
         if not inspect.isawaitable(result):
-            return _reply(result, call, convention)
-        replying = _reply_later(result, call, convention)
+            return self._reply(result, call)
+        replying = self._reply_later(result, call)
         return replying if self.is_concurrent else self._runner.run(replying)
 
+    async def _reply_later(self, result: Awaitable[object], call: Reply) -> Reply:
+        return self._reply(await result, call)
 
-async def _reply_later(result: Awaitable[object], call: Reply, convention: Convention | None) -> Reply:
-    return _reply(await result, call, convention)
-
-
-def _reply(result: Any, call: Reply, convention: Convention | None) -> Reply:
-    read = convention.score if convention else lambda value: value
-    if "num_samples" not in call:
-        return {"score": _score(read(result))}
-    if isinstance(result, Mapping | Set | str | bytes) or not isinstance(result, Iterable):
-        raise TypeError(f"the scores of a group must be a list of {call['num_samples']} numbers, not {result!r:.200}")
-    results = list(result)
-    if len(results) != call["num_samples"]:
-        raise ValueError(f"{len(results)} scores for {call['num_samples']} samples")
-    return {"scores": [_score_or_failure(read(result)) for result in results]}
+    def _reply(self, result: Any, call: Reply) -> Reply:
+        read, num_samples = self._convention.score if self._convention else _as_it_is, call.get("num_samples")
+        if num_samples is None:
+            return {"score": _score(read(result), self._path)}
+        if isinstance(result, Mapping | Set | str | bytes) or not isinstance(result, Iterable):
+            raise TypeError(f"the scores of a group must be a list of {num_samples} numbers, not {result!r:.200}")
+        results = list(result)
+        if len(results) != num_samples:
+            raise ValueError(f"{len(results)} scores for {num_samples} samples")
+        return {"scores": [_score_or_failure(read(result), self._path) for result in results]}
 
 
-def _score(result: Any) -> float:
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _score(result: Any, path: str) -> float:
     if isinstance(result, ScoringError):
         raise result
     result = child.plain(result)
     if not isinstance(result, numbers.Real) or not math.isfinite(result):
         fix = ": return 0 where it has nothing to judge" if result is None else ""
-        raise TypeError(f"a score must be a finite number, not {result!r}{fix}")
+        raise TypeError(f"{path}: a score must be a finite number, not {result!r}{fix}")
     return float(result)
 
 
-def _score_or_failure(result: object) -> float | Reply:
+def _score_or_failure(result: object, path: str) -> float | Reply:
     try:
-        return _score(result)
+        return _score(result, path)
     except ScoringError as error:
         return {"reason": error.reason, "detail": child.explain(error.detail)}
     except (TypeError, OverflowError) as error:

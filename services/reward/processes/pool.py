@@ -101,8 +101,14 @@ class Worker:
                     await self._end("")
             self._reading = asyncio.create_task(self._read())
 
-    async def call(self, message: Mapping[str, object], limit_s: float | None = None) -> Reply:
-        """Returns the reply to a call. Raises WorkError: TIMEOUT, CRASHED, or what the worker says."""
+    async def call(
+        self, message: Mapping[str, object], limit_s: float | None = None, limited_by: str = "timeout_s"
+    ) -> Reply:
+        """Returns the reply to a call within `limit_s`, which errors say comes from the key `limited_by`.
+
+        Raises:
+            WorkError: TIMEOUT, CRASHED, or what the worker says.
+        """
         if self._reading is None or self._reading.done():
             raise self._crash("the worker died")
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -113,7 +119,7 @@ class Worker:
                     await self._write({"id": number, **message})
                 answer = await asyncio.shield(reply)
         except TimeoutError:
-            late = f"no answer within {limit_s:g} s (timeout_s)"
+            late = f"no answer within {limit_s:g} s ({limited_by})"
             if await self._cancel(number, message, reply):
                 raise self._crash(f"{late}, nor to other calls") from None
             raise self._target.error("TIMEOUT", late, "") from None

@@ -68,6 +68,9 @@ def test_a_scorer_that_is_too_slow_is_given_more_time() -> None:
     reward = config_with(reward={"scorers": scorers, "timeout_s": 0.5}).reward
     finding = settings.check_scorers(reward, [[sample("42")]])
     assert_fails(finding, FAIL, "TIMEOUT: no answer within 0.5 s (timeout_s)", "raise reward.timeout_s")
+    reward = config_with(reward={"scorers": [{"kind": "math"}], "group_timeout_s": 0.5}).reward
+    finding = settings.check_scorers(reward, [[sample("5") | {"answer": "(" * 900 + "1" + ")" * 900}]])
+    assert_fails(finding, FAIL, "(a share of group_timeout_s)", "raise reward.group_timeout_s, or correct the rows")
 
 
 def test_functions_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,11 +349,11 @@ async def settle_group(run, items):
     return outcomes
 
 
-async def test_an_answer_of_the_dataset_that_never_ends_is_a_failure(open_run, make_item, hurried):
-    async with open_run({"kind": "math"}, num_workers=1) as run:
-        with hurried(run._scorers[0]._pool, 1.0):
-            (outcome,) = await run.score([make_item(r"\boxed{5}", "(" * 900 + "1" + ")" * 900)])
-    assert outcome.failure.reason is FailureReason.TIMEOUT
+@pytest.mark.parametrize(("key", "words"), [("timeout_s", ""), ("group_timeout_s", "a share of ")])
+async def test_an_answer_of_the_dataset_that_never_ends_is_a_failure(open_run, make_item, key, words):
+    async with open_run({"kind": "math"}, **{key: 1.0}, num_workers=1) as run:
+        failure = (await run.score([make_item(r"\boxed{5}", "(" * 900 + "1" + ")" * 900)]))[0].failure
+    assert (failure.reason, failure.detail) == (FailureReason.TIMEOUT, f"no answer within 1 s ({words}{key})")
 
 
 async def test_a_worker_that_something_else_killed_costs_no_sample(open_run, make_item, monkeypatch):

@@ -62,7 +62,11 @@ async def test_what_numpy_returns_is_a_number(open_run, make_item):
         ("answers_for_ever", FailureReason.CRASHED, "more than 16777216 bytes"),
         ("takes_memory", FailureReason.CRASHED, "exit code 1: out of memory (reward.max_memory_gib)"),
         pytest.param("leaves", FailureReason.CRASHED, "exit code 1: sys.exit(no such column)", marks=pytest.mark.long),
-        ("nothing", FailureReason.ERROR, "not None: return 0 where it has nothing to judge"),
+        (
+            "nothing",
+            FailureReason.ERROR,
+            "reward_functions:nothing: a score must be a finite number, not None: return 0",
+        ),
         ("hangs", FailureReason.TIMEOUT, "within 0.5 s (timeout_s)"),
     ],
 )
