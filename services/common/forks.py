@@ -206,6 +206,7 @@ class _Order:
         os.setsid()
         os.environ.clear()
         os.environ.update({**environment, **self.env})
+        tempfile.tempdir = None  # TMPDIR may be another than that of the imports
         with open(self.log, "ab") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())

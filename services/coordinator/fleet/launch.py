@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ SERVICES = ("trainer", "reward", "rollout")
 _HOST = "127.0.0.1"
 _GRACE_S = 10.0
 _LOG_LINES = 15
+# An engine makes sockets in directories of TMPDIR, and the path of a socket has at most 107 characters.
+_MOST_TMPDIR_CHARS = 50
 # Config key to lower when a service is killed for memory.
 _MEMORY_KEYS = {
     "reward": "reward.max_memory_gib, which each of its worker processes may use",
@@ -158,6 +161,8 @@ class Child:
     """Directory of the run's checkpoints, if the same command would resume from the newest of them."""
     process: asyncio.subprocess.Process | Forked | None = None
     starting: asyncio.Task[None] = field(init=False)
+    _files: ExitStack = field(init=False, default_factory=ExitStack)
+    """Removes the temporary files of a replica, which may be killed before it does so."""
 
     @property
     def is_forked(self) -> bool:
@@ -170,7 +175,12 @@ class Child:
     async def start(self, forks: Forks) -> None:
         """Starts the process and appends its output to its log. A fork waits until its packages are imported."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._files.close()
         env = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
+        if self.name.startswith("rollout"):  # others keep caches there, such as compiled code
+            made = tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True)
+            directory = self._files.enter_context(made)
+            env |= {"TMPDIR": directory} if len(directory) <= _MOST_TMPDIR_CHARS else {}
         _, _, module, *args = self.command
         if self.is_forked:
             self.process = await forks.start(module, args, self.log_path, env)
@@ -213,16 +223,17 @@ class Child:
     async def end(self) -> None:
         """Sends SIGTERM and, after it exits or a grace period passes, SIGKILL to its whole session."""
         self.starting.cancel()
-        if self.process is None:
-            return
-        if self.process.returncode is None:
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), _GRACE_S)
-        self._signal(signal.SIGKILL)
-        if isinstance(self.process, Forked) and self.is_running:
-            self.process.kill()  # its parent, which would tell its end, may be stopped
-        await self.process.wait()
+        with self._files:
+            if self.process is None:
+                return
+            if self.process.returncode is None:
+                self._signal(signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.process.wait(), _GRACE_S)
+            self._signal(signal.SIGKILL)
+            if isinstance(self.process, Forked) and self.is_running:
+                self.process.kill()  # its parent, which would tell its end, may be stopped
+            await self.process.wait()
 
     def _hint(self, code: int) -> str:
         if code != -signal.SIGKILL:

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import sys
+import tempfile
 import threading
 
 from services.common.rpc.fence import outgoing
@@ -19,6 +20,7 @@ def preload() -> None:
     if not imported_in:
         imported_in = os.getpid()
     os.environ["TOY_PRELOADED"] = "1"
+    tempfile.gettempdir()  # which is kept, as an import of vLLM does
 
 
 class Apart:
@@ -37,6 +39,7 @@ def main() -> None:
         "preloaded": os.environ.get("TOY_PRELOADED"),
         "incarnation": incarnation(),
         "token": outgoing()[0][1],
+        "made": tempfile.mkdtemp() if sys.argv[1] == "wait" else "",
     }
     sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()

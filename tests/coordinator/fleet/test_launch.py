@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -85,15 +86,41 @@ async def test_what_begins_again_has_new_trainers_and_keeps_what_runs(tmp_path: 
 
 
 @asynccontextmanager
-async def forked_trainer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Fleet, Child]]:
+async def forked_trainer(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, name: str = "trainer"
+) -> AsyncIterator[tuple[Fleet, Child]]:
     """Yields a fleet whose only child is forked and runs."""
     monkeypatch.setattr(launching, "FORKABLE", (TOY,))
-    child = Child("trainer", [sys.executable, "-m", TOY, "wait"], directory / "log")
+    child = Child(name, [sys.executable, "-m", TOY, "wait"], directory / "log")
     with Forks() as forks:
         fleet = Fleet(Addresses(), [child], forks)
         await fleet.start()
         await child.starting
         yield fleet, child
+
+
+@pytest.mark.parametrize("num_chars", [0, 60])
+async def test_the_temporary_files_of_a_killed_replica_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_chars: int
+) -> None:
+    """The coordinator removes what the replica made, unless the paths of sockets there would be too long."""
+    with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as short:
+        at = Path(short) / ("d" * num_chars)
+        at.mkdir(exist_ok=True)
+        monkeypatch.setenv("TMPDIR", str(at))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        async with forked_trainer(tmp_path, monkeypatch, "rollout-0") as (fleet, child):
+            for log_path in (child.log_path, tmp_path / "again"):
+                await until(lambda at=log_path: at.exists() and at.read_text().endswith("\n"))
+                made = Path(seen(log_path)["made"])
+                assert made.is_dir() and made.is_relative_to(at) and (made.parent == at) == bool(num_chars)
+                os.kill(child.process.pid, signal.SIGKILL)
+                assert await child.process.wait() == -signal.SIGKILL
+                child.log_path = tmp_path / "again"
+                await fleet.start_again((), keeps_trainers=True, timeout_s=PATIENCE_S)
+                assert made.exists() == bool(num_chars)
+            await child.end()
+            assert bool([*at.iterdir()]) == bool(num_chars)
 
 
 async def test_forks_that_begin_again_run_before_they_are_called(
