@@ -5,6 +5,7 @@ The engine logs every prompt that it gets and every token that it samples.
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +163,9 @@ async def staged(
 
     The reward service is in this process, unless it is that at the address `service`, and listens at `place`.
     """
+    directory = tempfile.TemporaryDirectory()
     config = make_config(
+        runs_dir=directory.name,
         environment={
             "kind": "agent",
             "num_workers": 1,
@@ -201,3 +204,4 @@ async def staged(
             await engine.die()
         await servicer.close()
         await server.grpc.stop(0)
+        directory.cleanup()

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from services.common.config.rollout import SamplingConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.rl.advantages import compute_advantages
-from services.coordinator.rl.sampling import agents
+from services.coordinator.rl.sampling import agents, collect
 from services.reward.agents.dialect import Request
 from services.reward.agents.endpoint import Line
 from tests.agents.harness import Stage, staged, table_of, trained
@@ -248,8 +249,28 @@ async def test_a_failure_of_the_agent_is_never_a_reward(agent: str, why: str):
             await stage.play()
         failed = {name: n for name, n in stage.collector.take_metrics().items() if "failed" in name}
         assert list(failed.values()) == [2.0], "played again once"
+        kept = [*stage.collector.config.run_dir.glob("failed_episodes/*.jsonl")]
+        assert len(kept) == (2 if agent == "crashes" else 0), "one that made no call has nothing to show"
         group = await stage.play(keep_failed=True)
         assert group is not None and group.scores[0].HasField("failure"), "an evaluation keeps it without a reward"
+
+
+async def test_the_calls_before_a_failure_are_kept(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collect, "_MOST_KEPT", 2)
+    async with staged(says, path=f"{AGENTS}:crashes_later") as stage:
+        folder, written = stage.collector.config.run_dir / "failed_episodes", []
+        for number in range(3):
+            with pytest.raises(EpisodeFailed, match="RuntimeError: after some calls") as failure:
+                await stage.play()
+            written.append(failure.value.message.partition(": its calls are in ")[2])
+            assert failure.value.message in caplog.text and len([*folder.iterdir()]) == min(number + 1, 2)
+        assert all(written[:2]) and not written[2]
+        first, *calls = map(json.loads, Path(written[0]).read_text().splitlines())
+    assert (first["failure"], first["detail"]) == ("crashed", "RuntimeError: after some calls")
+    said = [[message["content"] for message in call["messages"]] for call in calls]
+    assert said == [["\u00e4"], ["go on"], [], ["x"]], "a call has what it adds to the one before"
+    assert [call["status"] for call in calls] == ["stop", "stop", "context_length_exceeded", "stop"]
+    assert [call.get("answer", {}).get("role") for call in calls] == ["assistant", "assistant", None, "assistant"]
 
 
 async def test_an_answer_that_is_delivered_late_ends_no_later_call():
@@ -281,7 +302,10 @@ async def test_requests_that_the_endpoint_refuses_are_counted_and_named(caplog: 
 
 @pytest.mark.parametrize(
     ("question", "why"),
-    [("Q", r"\(environment\.episode_s\)$"), ("refused", "refused 1 request, .*: tool_choice: .*drop_fields")],
+    [
+        ("Q", r"\(environment\.episode_s\): its calls are in"),
+        ("refused", "refused 1 request, .*: tool_choice: .*drop_fields"),
+    ],
 )
 async def test_an_episode_that_takes_too_long_fails_with_the_last_refusal_and_leaves_nothing(question: str, why: str):
     async with staged(says, path=f"{AGENTS}:sleeps", episode_s=1.0) as stage:

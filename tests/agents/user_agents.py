@@ -184,6 +184,16 @@ def crashes(row: Json, seed: int, url: str, key: str) -> str:
     raise RuntimeError("a bug of the agent")
 
 
+def crashes_later(row: Json, seed: int, url: str, key: str) -> str:
+    """Ends with a bug after calls of which the second continues the first, and the third is refused."""
+    model = Model(url, key)
+    first = [user("ä"), model.ask([user("ä")])]
+    model.ask([*first, user("go on")])
+    model.post({"messages": [user("word " * 5000)]})
+    model.ask([user("x")])
+    raise RuntimeError("after some calls")
+
+
 def silent(row: Json, seed: int, url: str, key: str) -> str:
     return "never asked"
 

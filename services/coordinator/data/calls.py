@@ -82,6 +82,16 @@ class CallLog:
         entry |= {"answer": self._index_of(message), "status": finish_reason, "answered": self.num_answered}
         self.num_answered += 1
 
+    def lines(self) -> Iterator[JsonObject]:
+        """Yields the calls for people to read, each with the messages that it adds to the one before."""
+        texts, before = list(map(json.loads, self.texts)), list[int]()
+        for call in self.calls:
+            are_same = [*(one == other for one, other in zip(call["messages"], before, strict=False)), False]
+            added = [texts[place] for place in call["messages"][are_same.index(False) :]]
+            line = {"call": call["number"], "status": call.get("status", "not answered"), "messages": added}
+            yield line | ({"answer": texts[call["answer"]]} if "answer" in call else {})
+            before = [*call["messages"], call.get("answer", -1)]
+
     def _index_of(self, value: object) -> int:
         return self._places.setdefault(json.dumps(value), len(self._places))
 

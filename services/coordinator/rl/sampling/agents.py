@@ -29,7 +29,7 @@ from services.coordinator.data.dialog import Dialog
 from services.coordinator.data.groups import Episode, Row, SampledGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
-from services.coordinator.rl.sampling.collect import Played, PlayedCollector, PromptRequest, require_stamp
+from services.coordinator.rl.sampling.collect import Played, PlayedCollector, PromptRequest, require_stamp, with_calls
 from services.coordinator.text.threads import Call, Path, Renderer, Threads, close
 from services.coordinator.text.tokenizer import Tokenizer, TooManyTokens
 
@@ -84,7 +84,7 @@ class AgentCollector(PlayedCollector):
             end = await self._environments.play(begin, episode.answer)
         except EpisodeFailed as error:
             if not episode.has_ended_by(error):
-                raise
+                raise with_calls(error, self.config.run_dir, episode_id, episode.log) from error
             end = AgentEnd(exit_code=1)
         which = f"prompt {prompt.prompt_id} sample {sample}"
         refusal = end.refusal or episode.refusal
@@ -168,7 +168,7 @@ class AgentEpisode:
         # Calls are added in the order in which they came, in a thread, because they may have to be tokenized.
         self._adding = asyncio.Lock()
         self._num_calls = self._num_tokens = 0
-        self._log = CallLog()
+        self.log = CallLog()
         self._limit = ""  # the key of the limit that was reached
         self._last, self._is_cut = -1, False
         self.num_refused, self.refusal = 0, ""
@@ -176,13 +176,13 @@ class AgentEpisode:
 
     async def answer(self, asked: AgentCall) -> CallAnswer:
         said = json.loads(asked.request_json)
-        entry = self._log.ask(asked, said)
+        entry = self.log.ask(asked, said)
         async with self._adding:
             call = await (self._count(asked, said) if asked.counts else self._add(asked, said))
         if isinstance(call, CallAnswer):
             entry["status"] = call.refusal_code or COUNTED
             return call
-        self._log.keep(entry, said)
+        self.log.keep(entry, said)
         entry |= {"parent": call.parent and call.parent.number, "after": call.after}
         room = self._model.config.rollout.max_model_len - len(call.prompt)
         left = self._settings.max_tokens - self._num_tokens
@@ -196,7 +196,7 @@ class AgentEpisode:
         reason = "length" if is_cut else "tool_calls" if "tool_calls" in message else "stop"
         async with self._adding:
             close(call, completion.tokens, message, replace(sampled, body_sha256=asked.body_sha256), stop)
-            self._log.answer(entry, message, reason)
+            self.log.answer(entry, message, reason)
         self._num_tokens += len(completion.tokens)
         self._note_last_call(call.number, is_cut=is_cut and limit == most)
         return CallAnswer(
@@ -310,7 +310,7 @@ class AgentEpisode:
         if self._limit and (not self._is_cut or self._overlong == self._last):
             reason = _LENGTH if self._limit == "max_tokens" else FinishReason.FINISH_REASON_TURN_LIMIT
         rows = [_row(path, segment, reason, seed, environment) for segment, path in enumerate(paths)]
-        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self._log)
+        left = Left(end.text, end.exit_code, dict(end.files), self._num_tokens, self.log)
         whole = Completion(finish_reason=reason, seed=seed)
         return Played(self.prompt, whole, Episode((), (), (), environment), segments=rows, left=left)
 

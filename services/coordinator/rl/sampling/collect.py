@@ -2,11 +2,14 @@
 groups, again if an environment fails.
 """
 
+import json
+import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 from lockstep.reward.v1.reward_pb2 import Failure, FailureReason, Score
 from lockstep.rollout.v1.rollout_pb2 import Drafts
@@ -15,13 +18,14 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp, S
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
+from services.common.files.storage import write_whole, writing
 from services.common.rewards import total
 from services.common.tasks import gather
 from services.common.telemetry.trace import span, within
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Rollout
-from services.coordinator.data.calls import Left
+from services.coordinator.data.calls import CallLog, Left
 from services.coordinator.data.groups import Episode, Row, SampledGroup, ScoredGroup
 from services.coordinator.data.order import seed_of
 from services.coordinator.data.prompts import Prompt
@@ -199,6 +203,23 @@ _SCORE_REASONS = {
     EnvironmentFailure.LOST: FailureReason.FAILURE_REASON_CRASHED,
     EnvironmentFailure.UNSPECIFIED: FailureReason.FAILURE_REASON_UNSPECIFIED,
 }
+
+
+_MOST_KEPT = 100
+
+
+def with_calls(error: EpisodeFailed, run_dir: Path, episode_id: str, calls: CallLog) -> EpisodeFailed:
+    """Writes the calls of an agent that failed to a file, if the run has few of these. The error then names it."""
+    folder = run_dir / "failed_episodes"
+    is_of_others = error.failure in (EnvironmentFailure.LOST, EnvironmentFailure.NEIGHBOR)
+    if is_of_others or not calls.calls or (folder.is_dir() and len(os.listdir(folder)) >= _MOST_KEPT):
+        return error
+    path = folder / f"{episode_id.replace('/', '-')}.jsonl"
+    lines = [{"episode": episode_id, "failure": error.failure, "detail": error.detail}, *calls.lines()]
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines))
+    return EpisodeFailed(error.failure, f"{error.detail}: its calls are in {path}", alone=error.alone)
 
 
 @dataclass(frozen=True)
