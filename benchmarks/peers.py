@@ -70,7 +70,7 @@ _WARM_UP = 1
 
 def scheduler(vllm_config: Any, **arguments: Any) -> Any:
     """Returns vLLM's scheduler, which ends requests at the fixture's lengths, in the order in which they come."""
-    from services.rollout.compat.vllm.scheduler import kind_of
+    from services.rollout.compat.scheduler import kind_of
 
     made = kind_of(vllm_config)(vllm_config=vllm_config, **arguments)
     shorter_by = vllm_config.additional_config["shorter_by"]

@@ -21,14 +21,14 @@ def scheduler(vllm_config: Any, **arguments: Any) -> Any:
 
     The engine argument `additional_config` has the arguments of `by_seed`.
     """
-    from services.rollout.compat.vllm.scheduler import scheduler as in_chunks
+    from services.rollout.compat.scheduler import scheduler as in_chunks
 
     return _shortening(in_chunks(vllm_config, **arguments), vllm_config)
 
 
 def bare_scheduler(vllm_config: Any, **arguments: Any) -> Any:
     """Returns the scheduler that vLLM would use, with the same change."""
-    from services.rollout.compat.vllm.scheduler import kind_of
+    from services.rollout.compat.scheduler import kind_of
 
     return _shortening(kind_of(vllm_config)(vllm_config=vllm_config, **arguments), vllm_config)
 

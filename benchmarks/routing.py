@@ -67,7 +67,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     from services.common.config.rollout import RolloutConfig
     from services.rollout.__main__ import _configure_vllm
     from services.rollout.arguments import engine_arguments
-    from services.rollout.compat.vllm.recorded import returning_experts
+    from services.rollout.compat.recorded import returning_experts
     from services.rollout.sampling import engine_sampling
 
     _configure_vllm()
@@ -77,7 +77,7 @@ def _sample(model: Path, path: Path, options: argparse.Namespace) -> None:
     made = engine_arguments(config, str(model), _SEED) | {"load_format": "auto"}
     arguments = returning_experts(made, is_gpu=torch.cuda.is_available())
     if arguments is None:
-        sys.exit("this vLLM returns no routed experts on this device (services/rollout/compat/vllm/recorded.py)")
+        sys.exit("this vLLM returns no routed experts on this device (services/rollout/compat/recorded.py)")
     llm = LLM(**arguments)
     llm.collective_rpc("lockstep_record_experts")
     random = np.random.default_rng(_SEED)

@@ -50,8 +50,8 @@ def preload() -> None:
         # A fork does not read OMP_NUM_THREADS again. With two OpenMP threads an engine would be slow and would sum in a
         # random order.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    import_before_fork("services.rollout.compat.vllm.client", "services.rollout.servicer")
-    from services.rollout.compat.vllm.client import CPU_WORKER, GPU_WORKER, register_kernels
+    import_before_fork("services.rollout.compat.client", "services.rollout.servicer")
+    from services.rollout.compat.client import CPU_WORKER, GPU_WORKER, register_kernels
 
     # Every engine imports compressed_tensors to load its model, which takes a quarter of the time of its start on CPU.
     import_before_fork(GPU_WORKER if is_gpu else CPU_WORKER, "services.rollout.receiver", "compressed_tensors")
@@ -67,7 +67,7 @@ def _prepare(files: contextlib.ExitStack) -> None:
     multiprocessing.util.get_temp_dir()  # not in `directory`: multiprocessing removes it itself, after that is gone
     tempfile.tempdir = directory  # vLLM leaves files behind
     preload()
-    from services.rollout.compat.vllm.client import fork_engines
+    from services.rollout.compat.client import fork_engines
 
     if may_fork():
         fork_engines()

@@ -15,9 +15,9 @@ from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
-from services.rollout.compat.vllm.client import device_capability, forks_engines
-from services.rollout.compat.vllm.recorded import EngineArguments
-from services.rollout.compat.vllm.scheduler import scheduler
+from services.rollout.compat.client import device_capability, forks_engines
+from services.rollout.compat.recorded import EngineArguments
+from services.rollout.compat.scheduler import scheduler
 from services.rollout.receiver import WeightReceiver
 
 # Of the oldest GPU with float8 matrix products (Ada).

@@ -42,12 +42,12 @@ from services.rollout.arguments import (
     engine_arguments,
     leave_out_states,
 )
-from services.rollout.compat.vllm import client
-from services.rollout.compat.vllm.client import spawning_engines
-from services.rollout.compat.vllm.patches import STAGES_SOCKET
-from services.rollout.compat.vllm.recorded import refusal, returning_experts, returning_masks
-from services.rollout.compat.vllm.scheduler import fewest_of
-from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
+from services.rollout.compat import client
+from services.rollout.compat.client import spawning_engines
+from services.rollout.compat.patches import STAGES_SOCKET
+from services.rollout.compat.recorded import refusal, returning_experts, returning_masks
+from services.rollout.compat.scheduler import fewest_of
+from services.rollout.compat.worker import KV_CACHE, WEIGHTS
 from services.rollout.receiver import Fit, WeightReceiver, adapter_request
 from services.rollout.sampling import Sample, engine_prompt, engine_sampling, sample_of
 

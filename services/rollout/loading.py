@@ -22,13 +22,7 @@ from services.common.compat.torch import Copies, OperatorWatch, OpOverload, writ
 from services.common.weights.buckets import unpack
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, Bucket, Plan, contiguous_stride
-from services.rollout.compat.vllm.worker import (
-    abort_reload,
-    before_quantizing,
-    loaded_tensors,
-    not_plain,
-    reload_weights,
-)
+from services.rollout.compat.worker import abort_reload, before_quantizing, loaded_tensors, not_plain, reload_weights
 from services.rollout.quantizing import Fill, LayerMap, Piece, Place, QuantizedTensors
 
 log = logging.getLogger(__name__)

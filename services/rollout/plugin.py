@@ -5,7 +5,7 @@ import os
 import select
 import threading
 
-from services.rollout.compat.vllm.patches import (
+from services.rollout.compat.patches import (
     copy_temperatures,
     end_at_stop_strings,
     ignore_model_path,

@@ -21,7 +21,7 @@ from torch import nn
 from services.common.compat.torch import Copies
 from services.common.weights.digest import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
-from services.rollout.compat.vllm.worker import (
+from services.rollout.compat.worker import (
     SCALE,
     WEIGHT,
     begin_quantizing,

@@ -25,8 +25,8 @@ from services.common.weights.group import WeightGroup
 from services.common.weights.pairs.ends import PairReceiver
 from services.common.weights.pairs.link import BACKEND as PAIRS
 from services.common.weights.plan import Plan
-from services.rollout.compat.vllm import worker
-from services.rollout.compat.vllm.recorded import record_experts, record_masks
+from services.rollout.compat import worker
+from services.rollout.compat.recorded import record_experts, record_masks
 from services.rollout.loading import Arrivals, Loading
 
 ReceivingMember = WeightGroup | PairReceiver

@@ -22,9 +22,9 @@ from services.common.config.rollout import (
     MIN_TEMPERATURE,
 )
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
-from services.rollout.compat.vllm.client import forbid
-from services.rollout.compat.vllm.recorded import ASKS, masks_of
-from services.rollout.compat.vllm.scheduler import drafts_of
+from services.rollout.compat.client import forbid
+from services.rollout.compat.recorded import ASKS, masks_of
+from services.rollout.compat.scheduler import drafts_of
 
 if TYPE_CHECKING:
     from vllm.inputs import TokensInput

@@ -26,7 +26,7 @@ from services.common.weights.buckets import highest_cost
 from services.common.weights.plan import require_stamp, show_stamp
 from services.common.weights.trial import take_part
 from services.rollout.arguments import Needs
-from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS
+from services.rollout.compat.worker import KV_CACHE, WEIGHTS
 from services.rollout.engine import Engine, Sample
 from services.rollout.metrics import RolloutMetrics, State, with_statistics
 from services.rollout.receiver import WeightReceiver

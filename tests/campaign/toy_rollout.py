@@ -175,7 +175,7 @@ def replace_engine() -> None:
     replaced = {
         "services.rollout.arguments": {"Needs": Needs},
         "services.rollout.engine": {"Engine": ToyEngine, "Sample": Sample},
-        "services.rollout.compat.vllm.worker": {"WEIGHTS": WEIGHTS, "KV_CACHE": KV_CACHE},
+        "services.rollout.compat.worker": {"WEIGHTS": WEIGHTS, "KV_CACHE": KV_CACHE},
         "services.rollout.receiver": {"WeightReceiver": Receiver},
     }
     for name, content in replaced.items():

@@ -44,11 +44,11 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 from services.rollout.__main__ import _configure_vllm
-from services.rollout.compat.vllm import client, recorded, worker
-from services.rollout.compat.vllm.client import abort_samples, forbid, stop_reading
-from services.rollout.compat.vllm.patches import add_one_by_one
-from services.rollout.compat.vllm.scheduler import kind_of
-from services.rollout.compat.vllm.worker import rank_of
+from services.rollout.compat import client, recorded, worker
+from services.rollout.compat.client import abort_samples, forbid, stop_reading
+from services.rollout.compat.patches import add_one_by_one
+from services.rollout.compat.scheduler import kind_of
+from services.rollout.compat.worker import rank_of
 from services.rollout.receiver import WeightReceiver
 
 BAD_WORD_LIMITS = {"NUM_BAD_WORDS": MAX_BAD_WORDS, "BAD_WORDS_TOTAL_TOKENS": MAX_BAD_WORD_TOKENS}

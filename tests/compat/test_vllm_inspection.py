@@ -13,7 +13,7 @@ tempfile.tempdir = sys.argv[1]
 util.get_temp_dir()
 from services.rollout.__main__ import preload
 preload()
-from services.rollout.compat.vllm.client import fork_engines
+from services.rollout.compat.client import fork_engines
 fork_engines()
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 subprocess.run = sys.exit  # with which vLLM starts a new interpreter

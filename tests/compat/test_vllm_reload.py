@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from services.rollout.compat.vllm import worker
+from services.rollout.compat import worker
 
 
 def names(function: Any) -> list[str]:

@@ -24,9 +24,9 @@ from services.common.config.rollout import (
     SuffixSpeculationConfig,
 )
 from services.rollout.arguments import RolloutConfig, engine_arguments
-from services.rollout.compat.vllm import client, scheduler
-from services.rollout.compat.vllm.client import register_kernels
-from services.rollout.compat.vllm.patches import copy_temperatures, expand
+from services.rollout.compat import client, scheduler
+from services.rollout.compat.client import register_kernels
+from services.rollout.compat.patches import copy_temperatures, expand
 
 
 def test_vllms_function_for_cpu_drops_what_is_no_integer() -> None:

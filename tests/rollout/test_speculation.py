@@ -20,7 +20,7 @@ from tests.rollout.rollout_stack import MAX_MODEL_LEN, PlayedTrainer, greedy_by_
 TEMPERATURE, NUM_TOKENS, NUM_SAMPLES = 0.25, 9, 400
 NUM_BINS = 32
 # Correct samples have a smaller p-value for one of 10^5 choices of seeds; these seeds are fixed. Without the correction
-# of compat/vllm/temperatures.py the statistic is NaN, and for another temperature the p-value is far smaller.
+# of compat/patches.py the statistic is NaN, and for another temperature the p-value is far smaller.
 LEAST_P = 1e-5
 TOLERANCE = 2e-5
 """Largest difference of log-probabilities in float32. Without speculation it is as large."""

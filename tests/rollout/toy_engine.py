@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from services.common.weights.buckets import pack
 from services.common.weights.digest import Sums
 from services.common.weights.plan import Bucket, NamedTensors, Plan
-from services.rollout.compat.vllm.worker import Rows
+from services.rollout.compat.worker import Rows
 from services.rollout.receiver import WeightReceiver
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 
-from services.rollout.compat.vllm.client import set_tokenizer
+from services.rollout.compat.client import set_tokenizer
 
 
 def fake_llm() -> SimpleNamespace:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from services.rollout.compat.vllm import scheduler
+from services.rollout.compat import scheduler
 
 
 class PlayedScheduler:

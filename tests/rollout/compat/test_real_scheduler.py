@@ -21,7 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from services.common.config.rollout import RolloutConfig
 from services.rollout.arguments import engine_arguments
-from services.rollout.compat.vllm.scheduler import InChunks, kind_of, scheduler
+from services.rollout.compat.scheduler import InChunks, kind_of, scheduler
 
 NUM_BLOCKS, STOP, ABORTED = 1000, 7, "r3"
 

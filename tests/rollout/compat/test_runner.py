@@ -7,8 +7,8 @@ import pytest
 import vllm.envs
 from packaging.version import Version
 
-from services.rollout.compat.vllm import client
-from services.rollout.compat.vllm.recorded import returning_masks
+from services.rollout.compat import client
+from services.rollout.compat.recorded import returning_masks
 
 MASKS = returning_masks({}, is_gpu=False)
 HEAD = {"speculative_config": {"method": "eagle3"}}

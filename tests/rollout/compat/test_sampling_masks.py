@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelR
 
 from services.common.batches.batch import encode_sampling_masks
 from services.common.errors import InternalError, InvalidInput
-from services.rollout.compat.vllm import recorded
+from services.rollout.compat import recorded
 from tests.support import raises
 
 

@@ -14,8 +14,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from services.common.config.rollout import RolloutConfig
 from services.rollout.arguments import engine_arguments
-from services.rollout.compat.vllm.recorded import ReturnsExperts, returning_experts
-from services.rollout.compat.vllm.scheduler import InChunks, fewest_of
+from services.rollout.compat.recorded import ReturnsExperts, returning_experts
+from services.rollout.compat.scheduler import InChunks, fewest_of
 
 QUEUED, PREEMPTED = EngineCoreEventType.QUEUED, EngineCoreEventType.PREEMPTED
 LENGTH = {"finish_reason": FinishReason.LENGTH}

@@ -9,7 +9,7 @@ from torch import nn
 
 from services.common.weights.digest import WeightDigest
 from services.rollout import loading
-from services.rollout.compat.vllm.worker import reload_weights
+from services.rollout.compat.worker import reload_weights
 from services.rollout.loading import Copy, DirectMap, Piece, Place, Recorder
 from tests.rollout.toy_engine import CPU, Layer, Loader, Toy, Worker, adapter, checkpoint, method
 

@@ -12,7 +12,7 @@ from services.common.config.rollout import RolloutConfig
 from services.common.errors import PreconditionFailed, Reason
 from services.rollout import arguments, loading, quantizing
 from services.rollout.arguments import check_precision, engine_arguments
-from services.rollout.compat.vllm.worker import Rows, reload_weights
+from services.rollout.compat.worker import Rows, reload_weights
 from services.rollout.quantizing import LayerMap, QuantizedTensors
 from tests.rollout.toy_engine import CPU, Online, Toy, Worker, checkpoint, quantize_rows
 from tests.support import raises

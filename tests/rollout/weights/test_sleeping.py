@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.compat.vllm.worker import KV_CACHE, WEIGHTS, plain_tensors
+from services.rollout.compat.worker import KV_CACHE, WEIGHTS, plain_tensors
 from tests.rollout.toy_engine import Toy, Worker, adapter
 
 BUCKET_BYTES = 600

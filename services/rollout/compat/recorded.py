@@ -17,10 +17,10 @@ Seen with vLLM 0.32.0 on CPU and, both with the V1 model runner, 0.26.0 on a GPU
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,18 +30,19 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from services.common.batches.batch import allows_sampled, decode_sampling_masks, encode_sampling_masks
 from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, InvalidInput
-from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
-from services.rollout.compat.vllm.worker import WorkerExtension, model_of
+from services.rollout.compat.worker import WorkerExtension, model_of
 
+Value = TypeVar("Value")
 EngineArguments = dict[str, Any]
 """vLLM's engine arguments: AsyncEngineArgs by name, of which `rollout.engine` may set any."""
 
@@ -101,6 +102,43 @@ def _with_option(arguments: EngineArguments, key: str) -> EngineArguments:
 def is_marked(vllm_config: VllmConfig, key: str) -> bool:
     """Returns whether the engine was started to return MASKS, or EXPERTS by hooked routers."""
     return isinstance(vllm_config.additional_config, dict) and key in vllm_config.additional_config
+
+
+class SchedulerMixin(Scheduler if TYPE_CHECKING else object):
+    """Mixin for vLLM's schedulers that keeps tables by request; it must come before the scheduler among the bases."""
+
+    @functools.cached_property
+    def _tables(self) -> list[dict[str, Any]]:
+        return []
+
+    def new_table(self) -> dict[str, Any]:
+        """Returns a table by request id, which forgets aborted requests."""
+        self._tables.append(table := {})
+        return table
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        aborted = super().finish_requests(request_ids, finished_status)
+        for request in aborted:
+            for table in self._tables:
+                table.pop(request.request_id, None)
+        return aborted
+
+
+def last_outputs(answers: Mapping[int, EngineCoreOutputs]) -> Iterator[EngineCoreOutput]:
+    """Yields the outputs of a step that are the last of their samples."""
+    for answer in answers.values():
+        yield from (output for output in answer.outputs if output.finish_reason is not None)
+
+
+# Values travel in a field that only KV connectors use, which Lockstep has none of. Seen with vLLM 0.26.0 and 0.32.0.
+def attach(output: EngineCoreOutput, key: str, value: object) -> None:
+    """Adds a value, of types that MessagePack has, to a sample's last output."""
+    output.kv_transfer_params = {**(output.kv_transfer_params or {}), key: value}
+
+
+def attached(output: RequestOutput, key: str, default: Value) -> Value:
+    """Returns what was attached, or `default` if nothing was."""
+    return (output.kv_transfer_params or {}).get(key, default)
 
 
 class _MaskRecorder:

@@ -20,8 +20,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from services.rollout.compat.vllm.outputs import SchedulerMixin, attach, attached, last_outputs
-from services.rollout.compat.vllm.recorded import EXPERTS, MASKS, ReturnsExperts, ReturnsMasks, is_marked
+from services.rollout.compat import recorded
+from services.rollout.compat.recorded import SchedulerMixin, attach, attached, last_outputs
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
@@ -219,12 +219,12 @@ def kind_of(vllm_config: VllmConfig) -> type[Scheduler]:
 def scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Returns vLLM's scheduler with our mixins; this is the engine argument `scheduler_cls`."""
     mixins: list[type] = [InChunks]
-    if is_marked(vllm_config, EXPERTS):
-        mixins.insert(0, ReturnsExperts)
+    if recorded.is_marked(vllm_config, recorded.EXPERTS):
+        mixins.insert(0, recorded.ReturnsExperts)
     if vllm_config.speculative_config:
         mixins.insert(0, CountsDrafts)
         time_drafts()
-    if is_marked(vllm_config, MASKS):
-        mixins.append(ReturnsMasks)
+    if recorded.is_marked(vllm_config, recorded.MASKS):
+        mixins.append(recorded.ReturnsMasks)
     made: Scheduler = type("Scheduler", (*mixins, kind_of(vllm_config)), {})(vllm_config=vllm_config, **arguments)
     return made

@@ -25,8 +25,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.compat.versions import require_version
 from services.common.errors import InternalError, Reason
-from services.rollout.compat.vllm.patches import copy_temperatures
-from services.rollout.compat.vllm.recorded import MASKS, EngineArguments
+from services.rollout.compat.patches import copy_temperatures
+from services.rollout.compat.recorded import MASKS, EngineArguments
 
 _LIMITED = SpecifierSet(">=0.26,<0.32")
 _VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
