@@ -25,10 +25,9 @@ from services.coordinator.data.groups import SampledGroup, ScoredGroup, to_table
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.agents import AgentCollector
 from services.coordinator.rl.sampling.collect import PromptRequest
-from services.reward.agents.chat import Chat
+from services.reward.agents.anthropic import Messages
 from services.reward.agents.dialect import Drops
-from services.reward.agents.messages import Messages
-from services.reward.agents.responses import Responses
+from services.reward.agents.openai import Chat, Responses
 from tests.agents.harness import MAX_MODEL_LEN, STAMP, make_chat_tokenizer
 from tests.coordinator.fake_services import make_config
 

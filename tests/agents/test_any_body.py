@@ -14,10 +14,9 @@ from services.coordinator.data.calls import CallLog
 from services.coordinator.text import threads
 from services.coordinator.text.threads import Renderer, Threads
 from services.reward.agents import dialect as dialects
-from services.reward.agents.chat import Chat
+from services.reward.agents.anthropic import Messages
 from services.reward.agents.dialect import Dialect, Drops, Refusal, read_tool
-from services.reward.agents.messages import Messages
-from services.reward.agents.responses import Responses
+from services.reward.agents.openai import Chat, Responses
 from tests.agents.in_process import TOKENIZER, caught
 
 Json = dict[str, Any]

@@ -13,11 +13,10 @@ import pytest
 from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.reward.agents import endpoint as module
-from services.reward.agents.chat import Chat
+from services.reward.agents.anthropic import Messages
 from services.reward.agents.dialect import Drops, Refusal
 from services.reward.agents.endpoint import Endpoint, Line
-from services.reward.agents.messages import Messages
-from services.reward.agents.responses import Responses
+from services.reward.agents.openai import Chat, Responses
 from tests.agents.harness import staged, table_of
 
 Json = dict[str, Any]

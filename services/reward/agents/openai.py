@@ -1,4 +1,4 @@
-"""OpenAI's Responses."""
+"""OpenAI's chat completions and Responses."""
 
 import itertools
 import json
@@ -18,16 +18,124 @@ from services.reward.agents.dialect import (
     read_limit,
     read_list,
     read_object,
+    read_stop,
     read_text,
     read_tool,
     unsupported,
 )
 
-_REPLACED = {"temperature", "top_p", "reasoning"}
-_KNOWN = {"model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "text", "store"}
-_KNOWN |= {"include", "metadata", "client_metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"}
-_KNOWN |= {"prompt_cache_retention", *_REPLACED}
+_KNOWN = {"model", "tools", "stream", "stream_options", "user", "metadata", "store", "service_tier"}
+_KNOWN |= {"prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_CHAT_LIMITS = ("max_tokens", "max_completion_tokens")
+_CHAT_REPLACED = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
+_CHAT_REPLACED |= {"repetition_penalty", "reasoning_effort", "verbosity"}
+_CHAT_KNOWN = {"messages", "stop", "prediction", *_CHAT_LIMITS, *_CHAT_REPLACED, *_KNOWN}
+_CHAT_ROLES = {**_ROLES, "tool": "tool"}
+
+
+class Chat(Dialect):
+    """POST /v1/chat/completions."""
+
+    def read(self, body: bytes, drops: Drops) -> Request:
+        said = read_object(body, _CHAT_KNOWN, drops.fields)
+        messages = read_list(said.get("messages"), "messages", 1)
+        tools = [tool for tool in read_list(said.get("tools", []), "tools") if str(tool.get("type")) not in drops.tools]
+        neutral = {
+            "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+            "tools": [read_tool(_function(tool), tool.get("type")) for tool in tools],
+            "max_tokens": read_limit(said, *_CHAT_LIMITS),
+            "stop": read_stop(said, "stop"),
+        }
+        options = said.get("stream_options")
+        shows_usage = bool(isinstance(options, dict) and options.get("include_usage"))
+        return Request(neutral, sorted(_CHAT_REPLACED & said.keys()), bool(said.get("stream")), shows_usage)
+
+    def answer(self, answer: CallAnswer) -> JsonObject:
+        choice = {"index": 0, "message": _assistant(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+        return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+    def stream(self, answer: CallAnswer, request: Request) -> Iterator[bytes]:
+        message = _assistant(answer)
+        calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
+        said = {key: value for key, value in message.items() if key in ("content", "reasoning_content") and value}
+        deltas: list[JsonObject] = [
+            {"role": "assistant", "content": ""},
+            *({key: value} for key, value in said.items()),
+        ]
+        deltas += [{"tool_calls": [call]} for call in calls]
+        head = _head(answer, "chat.completion.chunk")
+        for delta, reason in [*((delta, None) for delta in deltas), ({}, answer.finish_reason)]:
+            yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+        if request.shows_usage:
+            yield event({**head, "choices": [], "usage": _usage(answer)})
+        yield b"data: [DONE]\n\n"
+
+
+def write_model(max_model_len: int) -> JsonObject:
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "lockstep", "max_model_len": max_model_len}
+
+
+def _message(message: JsonObject, where: str) -> JsonObject:
+    if str(message.get("role")) not in _CHAT_ROLES:
+        raise Refusal(f"{where}: must have a role: {', '.join(_CHAT_ROLES)}", param=where)
+    said = {key: value for key, value in message.items() if value not in (None, [], {})}
+    read: JsonObject = {
+        "role": _CHAT_ROLES[said.pop("role")],
+        "content": read_text(said.pop("content", ""), f"{where}.content"),
+    }
+    if read["role"] == "assistant":
+        if calls := said.pop("tool_calls", []):
+            at = f"{where}.tool_calls"
+            read["tool_calls"] = [_tool_call(call, at) for call in read_list(calls, at)]
+        if reasoning := said.pop("reasoning_content", said.pop("reasoning", "")):
+            read["reasoning"] = read_text(reasoning, f"{where}.reasoning")
+    for key in {"tool": ("tool_call_id", "name")}.get(read["role"], ("name",)):
+        if key in said:
+            read[key] = read_text(said.pop(key), f"{where}.{key}")
+    if said.keys() - {"refusal", "cache_control", "annotations"}:
+        key = min(said.keys() - {"refusal", "cache_control", "annotations"})
+        raise Refusal(f"{where}.{key} is not supported while a model is trained", param=f"{where}.{key}")
+    return read
+
+
+def _tool_call(call: JsonObject, where: str) -> JsonObject:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise Refusal(f"{where}: a call must be of a function", param=where)
+    fields = {"id": call.get("id"), "name": function.get("name"), "arguments": function.get("arguments", "{}")}
+    return {name: read_text(value, f"{where}.{name}") for name, value in fields.items()}
+
+
+def _function(tool: JsonObject) -> JsonObject:
+    function = tool.get("function")
+    return function if tool.get("type") == "function" and isinstance(function, dict) else {}
+
+
+def _head(answer: CallAnswer, kind: str) -> JsonObject:
+    return {"id": f"chatcmpl-{answer.call}", "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _assistant(answer: CallAnswer) -> JsonObject:
+    said = json.loads(answer.message_json)
+    message: JsonObject = {"role": "assistant", "content": said["content"], "refusal": None}
+    if calls := said.get("tool_calls"):
+        message["content"] = said["content"] or None
+        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        pairs = zip(calls, functions, strict=True)
+        message["tool_calls"] = [{"id": call["id"], "type": "function", "function": one} for call, one in pairs]
+    return message | ({"reasoning_content": said["reasoning"]} if said.get("reasoning") else {})
+
+
+def _usage(answer: CallAnswer) -> JsonObject:
+    prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+_RESPONSES_REPLACED = {"temperature", "top_p", "reasoning"}
+_RESPONSES_KNOWN = {"input", "instructions", "max_output_tokens", "text", "include", "client_metadata"}
+_RESPONSES_KNOWN |= _RESPONSES_REPLACED | _KNOWN
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -35,7 +143,7 @@ class Responses(Dialect):
     """POST /v1/responses."""
 
     def read(self, body: bytes, drops: Drops) -> Request:
-        said = read_object(body, _KNOWN, drops.fields)
+        said = read_object(body, _RESPONSES_KNOWN, drops.fields)
         text = said.get("text", {})
         if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
             raise unsupported("text", text)
@@ -46,7 +154,7 @@ class Responses(Dialect):
             "max_tokens": read_limit(said, "max_output_tokens"),
             "stop": [],
         }
-        return Request(neutral, sorted(_REPLACED & said.keys()), bool(said.get("stream")))
+        return Request(neutral, sorted(_RESPONSES_REPLACED & said.keys()), bool(said.get("stream")))
 
     def answer(self, answer: CallAnswer) -> JsonObject:
         prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
