@@ -9,7 +9,7 @@ async def run(options: ServeOptions) -> int:
     from lockstep.reward.v1 import agent_pb2_grpc, environment_pb2_grpc, reward_pb2_grpc
 
     from services.reward.agents import servicer as agents
-    from services.reward.agents.remote import Place
+    from services.reward.agents.runners import Place
     from services.reward.environments import servicer as environments
     from services.reward.metrics import RewardMetrics
     from services.reward.servicer import NAME, RewardServicer

@@ -33,7 +33,7 @@ from services.common.errors import PreconditionFailed
 from services.common.probe import Answers, Requests, answer_with
 from services.common.rpc.fence import Fence
 from services.common.rpc.tls import Credentials
-from services.reward.agents.remote import Place
+from services.reward.agents.runners import Place
 from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.base import EpisodeError, Turn
 from services.reward.environments.episode import EpisodeContext

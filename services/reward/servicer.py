@@ -16,7 +16,7 @@ from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
 from services.common.telemetry.trace import within
-from services.reward.agents.remote import Place
+from services.reward.agents.runners import Place
 from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run
 from services.reward.errors import Tracebacks

@@ -28,7 +28,7 @@ from services.coordinator.data.prompts import Prompt
 from services.coordinator.rl.sampling.agents import AgentCollector
 from services.coordinator.rl.sampling.collect import PromptRequest
 from services.coordinator.text.tokenizer import Tokenizer
-from services.reward.agents.remote import Place
+from services.reward.agents.runners import Place
 from services.reward.servicer import RewardServicer
 from tests.coordinator.fake_services import FakeReplica, make_config
 from tests.coordinator.text.bridge_families import TEMPLATES, make_tokenizer

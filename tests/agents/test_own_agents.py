@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from services.reward.agents import endpoint, function
+from services.reward.agents import endpoint
+from services.reward.environments import executor
 from tests.agents import own_agents
 from tests.agents.harness import Stage, staged, table_of
 from tests.agents.own_agents import Json
@@ -65,10 +66,10 @@ class _AsyncObject:
 
 @pytest.mark.parametrize("agent", [_wrapped, _AsyncObject(), _AsyncObject().__call__, lambda **fields: "4"])
 async def test_what_an_agent_returns_is_awaited_if_it_is_async(agent: object):
-    assert await function._call(agent, {"row": {"prompt": "4"}, "seed": 0, "url": "", "key": ""}) == "4"
+    assert await executor._call_function(agent, {"row": {"prompt": "4"}, "seed": 0, "url": "", "key": ""}) == "4"
 
 
 async def test_an_agent_that_looks_for_another_item_in_vain_ends():
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(RuntimeError, match="the function raised StopIteration"):
-            await function._call(lambda: next(iter(())), {})
+            await executor._call_function(lambda: next(iter(())), {})

@@ -19,7 +19,7 @@ from services.common.rpc.tls import CA_FILE, Credentials, Role
 from services.coordinator.cli import certs
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents.command import CommandRunner
-from services.reward.agents.remote import Place, Site
+from services.reward.agents.runners import Place, Site
 from services.reward.agents.servicer import AgentServicer
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.metrics import RewardMetrics

@@ -16,7 +16,7 @@ import pytest
 from services.common.config.environment import AgentEnvironmentConfig
 from services.coordinator.clients.environment import EpisodeFailed
 from services.reward.agents import command
-from services.reward.agents.base import Part
+from services.reward.agents.runners import Part
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from tests.agents.harness import is_running, staged
 from tests.support import until

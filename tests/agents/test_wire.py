@@ -17,8 +17,7 @@ from lockstep.reward.v1.agent_pb2 import AgentCall, CallAnswer
 
 from services.coordinator.text import threads
 from services.reward.agents import endpoint as module
-from services.reward.agents.base import Played
-from services.reward.agents.function import FunctionRunner
+from services.reward.agents.runners import FunctionRunner, Played
 from tests.agents.harness import staged, table_of
 from tests.agents.in_process import caught
 from tests.agents.test_bytes import as_another_library

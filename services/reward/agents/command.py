@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 from services.common.config.agent_rules import prompt_text
 from services.common.config.environment import AgentEnvironmentConfig
-from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.dialect import MODEL
+from services.reward.agents.runners import Part, Played, Runner
 from services.reward.errors import EnvironmentFailure, EpisodeError, FailureReason, ScoringError
 from services.reward.sandbox import START_TIMEOUT_S, Limits, Sandbox, memory_file
 from services.reward.sandboxed.agent import HOME, MAX_TEXT_BYTES, PORT, WORKSPACE

@@ -27,7 +27,7 @@ from services.common.rpc.channel import HANDSHAKE_MS, max_connections
 from services.reward.agents.anthropic import CountTokens, Messages
 from services.reward.agents.dialect import Dialect, Drops, Refusal, Request
 from services.reward.agents.openai import Chat, Responses, write_model
-from services.reward.agents.remote import Site
+from services.reward.agents.runners import Site
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
 _MAX_BODY_BYTES = 8 << 20

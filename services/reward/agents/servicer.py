@@ -16,12 +16,10 @@ from services.common.errors import InvalidInput
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.common.tasks import keep
-from services.reward.agents.base import Part, Played, Runner
 from services.reward.agents.command import CommandRunner
 from services.reward.agents.dialect import Drops
 from services.reward.agents.endpoint import Endpoint, Line
-from services.reward.agents.function import FunctionRunner
-from services.reward.agents.remote import Place, Site, UrlRunner
+from services.reward.agents.runners import FunctionRunner, Part, Place, Played, Runner, Site, UrlRunner
 from services.reward.environments.episode import failure_message, report_failure
 from services.reward.environments.servicer import cannot_start, parse_object, require_run
 from services.reward.errors import EnvironmentFailure, EpisodeError, Tracebacks

@@ -1,4 +1,6 @@
-"""Plays many episodes of a class at the same time, in a worker process.
+"""Plays many episodes at the same time, in a worker process: with objects of a class, or an agent's function.
+
+An object of a class gets these calls:
 
     -> {"call": "reset", "episode": "e", "seed": 7, "row": {"prompt": "...", ...}}
     <- {"messages": [{"role": "user", "content": "..."}]}
@@ -212,3 +214,35 @@ def _message(message: object) -> dict[str, str]:
 
 def invalid_reply(detail: str) -> EpisodeError:
     return EpisodeError(EnvironmentFailure.INVALID_REPLY, detail)
+
+
+class AgentExecutor(EpisodeExecutor):
+    """Calls an agent's function `path` once for each episode.
+
+    -> {"call": "play", "episode": "e", "fields": {"row": {...}, "seed": 7, "url": "...", "key": "..."}}
+    <- {"text": "..."}
+    """
+
+    def __init__(self, path: str):
+        self._function, module = child.load(path)
+        require_takes(self._function, path, (), dict.fromkeys(("row", "seed", "url", "key")))
+        self.version = child.source_digest(module)
+
+    async def execute(self, call: Reply) -> Reply:
+        if call["call"] != "play":
+            return {}
+        text = await _call_function(self._function, call["fields"])
+        if text is not None and not isinstance(text, str):
+            raise invalid_reply(f"the agent returned {text!r:.200}: return its final text, or None")
+        return {"text": text or ""}
+
+
+async def _call_function(function: Callable[..., object], fields: Mapping[str, object]) -> object:
+    """Calls a function on the event loop if it is async, else in a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**fields)
+    thread = ThreadPoolExecutor(1)
+    try:
+        return await in_thread(thread, "function", function, **fields)
+    finally:
+        thread.shutdown(wait=False)

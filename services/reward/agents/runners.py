@@ -1,22 +1,128 @@
-"""Runs agents that are elsewhere: each episode is a POST to their URL, and the answer to it is the agent's end.
+"""What runs agents: the interface, and the agents that are called once for each episode. command.py runs programs.
 
-They call the policy at an endpoint that listens beside the reward service, with its certificate. The key of the episode
-alone says who they are.
+An agent that is elsewhere calls the policy at an endpoint that listens beside the reward service, with its certificate.
+The key of the episode alone says who it is.
 """
 
+import asyncio
 import hashlib
+import socket
 import ssl
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.reward import RemoteConfig, is_local
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Identity, is_address
-from services.reward.agents.base import CalledRunner, Part
+from services.reward.environments.pool import EpisodePool
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.remote import Remote
+from services.reward.sandboxed.agent import ENDED
 
-_MAX_CONCURRENT = 1024
+_OF_FUNCTIONS = "services.reward.environments.executor:AgentExecutor"
+_MAX_CONCURRENT = 1024  # POSTs to an agent's URL
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an agent left behind."""
+
+    exit_code: int
+    text: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    errors: str = ""
+    """The end of a command's standard error."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One episode for an agent: the row, and where it reaches the model."""
+
+    episode_id: str
+    seed: int
+    row: Mapping[str, object]
+    key: str
+    serve: Callable[[socket.socket], Awaitable[None]]
+    """Answers the calls of this episode, and of no other, at a socket that listens."""
+    url: str
+    """Where the host's loopback or the network leads to the episode of `key`; empty for agents with such a socket."""
+
+
+class Runner:
+    """Runs agents of one config, many at the same time."""
+
+    version: str
+    """Text that changes whenever the agent could behave otherwise."""
+
+    async def open(self) -> None:
+        """Starts what agents need. Raises EpisodeError if it cannot start."""
+
+    def isolate(self, episode_id: str) -> None:
+        """Is called before an episode that may hang or crash, and must then hurt no other episode."""
+
+    async def run(self, part: Part) -> Played:
+        """Runs the agent until it ends. Raises EpisodeError if it fails. None of it is left when this is canceled."""
+        raise NotImplementedError
+
+    def end(self, episode_id: str) -> None:
+        """Makes the agent of an episode end now; `run` then returns what it has left behind."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Ends all agents."""
+
+
+class CalledRunner(Runner):
+    """Runs agents that are called once for each episode, and answer with their final text."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Task[str]] = {}
+
+    async def call(self, part: Part) -> str:
+        """Returns the final text. Is canceled if the episode ends before. Raises EpisodeError if the agent fails."""
+        raise NotImplementedError
+
+    async def run(self, part: Part) -> Played:
+        call = self._running[part.episode_id] = asyncio.create_task(self.call(part))
+        try:
+            await asyncio.wait({call})
+            return Played(ENDED, "") if call.cancelled() else Played(0, call.result())
+        finally:
+            del self._running[part.episode_id]
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    def end(self, episode_id: str) -> None:
+        if call := self._running.get(episode_id):
+            call.cancel()
+
+
+class FunctionRunner(CalledRunner):
+    """Runs `environment.path`, a function of the user, in worker processes that can be killed."""
+
+    def __init__(self, config: AgentEnvironmentConfig):
+        super().__init__()
+        self._workers = EpisodePool(
+            config, {"path": config.path}, "services.reward.environments.executor:AgentExecutor"
+        )
+
+    async def open(self) -> None:
+        await self._workers.open()
+        self.version = self._workers.version
+
+    def isolate(self, episode_id: str) -> None:
+        self._workers.isolate(episode_id)
+
+    async def call(self, part: Part) -> str:
+        fields = {"row": part.row, "seed": part.seed, "url": part.url, "key": part.key}
+        try:
+            return (await self._workers.begin(part.episode_id, {"call": "play", "fields": fields}))["text"]
+        finally:
+            await asyncio.shield(self._workers.end(part.episode_id))
+
+    async def close(self) -> None:
+        await self._workers.close()
 
 
 @dataclass(frozen=True)
@@ -76,7 +182,7 @@ def _name(host: str, identity: Identity, *, is_far: bool) -> str:
 
 
 class UrlRunner(CalledRunner):
-    """Runs `environment.url`."""
+    """Runs agents that are elsewhere: each episode is a POST to `environment.url`, whose answer is the agent's end."""
 
     def __init__(self, config: AgentEnvironmentConfig, place: Place):
         super().__init__()
