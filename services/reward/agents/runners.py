@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.reward import RemoteConfig, is_local
 from services.common.rpc.tls import CERTIFICATE_FILE, KEY_FILE, Credentials, Identity, is_address
-from services.reward.environments.pool import EpisodePool
+from services.reward.environments.workers import EpisodePool
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.remote import Remote
 from services.reward.sandboxed.agent import ENDED

@@ -1,7 +1,7 @@
 """Runs worker processes: starts them, sends them calls, and kills and restarts them. child.py describes the protocol.
 
 What the workers execute, and which of them gets a call, is said by those who derive from these classes: processes that
-call a function (functions.py), and those that play episodes (environments/pool.py).
+call a function (functions.py), and those that play episodes (environments/workers.py).
 """
 
 import asyncio

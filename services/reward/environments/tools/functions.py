@@ -11,8 +11,8 @@ from typing import Any
 from services.common.config.environment import ToolsEnvironmentConfig
 from services.reward.environments.base import ToolCall
 from services.reward.environments.executor import MAX_REPLY_BYTES, EpisodeExecutor, in_thread, make_threads_small
-from services.reward.environments.pool import EpisodePool
 from services.reward.environments.tools.base import BadArgumentsError, cut_middle, function_schema
+from services.reward.environments.workers import EpisodePool
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
 from services.reward.processes.child import Reply

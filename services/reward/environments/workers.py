@@ -1,4 +1,6 @@
-"""Gives episodes to worker processes that each play many, so that one that fails hurts others as little as can be.
+"""Plays episodes in worker processes, by default with a class: the user's, or one of libraries.py.
+
+Each process plays many, so that one that fails hurts others as little as can be:
 
 - A call that does not end when it is canceled is stuck, mostly in a thread. Its worker gets no more episodes, and ends
   once its others have ended; another takes its place.
@@ -11,18 +13,25 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from services.common.config.environment import AgentEnvironmentConfig, WorkerEnvironmentConfig
+from services.common.config.environment import (
+    AgentEnvironmentConfig,
+    PythonEnvironmentConfig,
+    ReasoningGymEnvironmentConfig,
+    TextArenaEnvironmentConfig,
+    WorkerEnvironmentConfig,
+)
 from services.common.tasks import keep
-from services.reward.environments.base import off_the_clock
+from services.reward.environments.base import Environment, Message, Reply, Turn, off_the_clock
 from services.reward.environments.executor import MAX_REPLY_BYTES
 from services.reward.errors import EnvironmentFailure, EpisodeError
-from services.reward.processes.child import Reply
+from services.reward.processes import child
 from services.reward.processes.pool import Calls, Target, Worker, WorkerPool
 
 log = logging.getLogger(__name__)
 
 Config = WorkerEnvironmentConfig | AgentEnvironmentConfig
 _OF_CLASSES = "services.reward.environments.executor:ClassExecutor"
+_LIBRARIES = "services.reward.environments.libraries"
 
 
 class EpisodeWorker(Worker):
@@ -42,7 +51,7 @@ class EpisodeWorker(Worker):
         except EpisodeError as error:  # a late start is no fault of the episode's
             raise _crashed(error.detail) from error.__cause__
 
-    async def play(self, episode: str, message: Mapping[str, object]) -> Reply:
+    async def play(self, episode: str, message: Mapping[str, object]) -> child.Reply:
         """Sends a call of an episode and returns the reply. Raises the episode's fault if the worker died."""
         if episode in self.faults:
             raise self.faults[episode]
@@ -116,7 +125,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         """Returns why the episode cannot go on, if its worker is lost or its call is stuck."""
         return self._places[episode].faults.get(episode) if episode in self._places else None
 
-    async def begin(self, episode: str, message: Mapping[str, object]) -> Reply:
+    async def begin(self, episode: str, message: Mapping[str, object]) -> child.Reply:
         """Sends the first call of an episode, which stays on the worker that gets it."""
         if self.closed:
             raise _crashed("the run was closed")
@@ -126,7 +135,7 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
         worker.episodes.add(episode)
         return await worker.play(episode, message)
 
-    async def call(self, episode: str, message: Mapping[str, object]) -> Reply:
+    async def call(self, episode: str, message: Mapping[str, object]) -> child.Reply:
         return await self._places[episode].play(episode, message)
 
     async def end(self, episode: str) -> None:
@@ -188,3 +197,58 @@ class EpisodePool(WorkerPool[EpisodeWorker]):
 
 def _crashed(detail: str) -> EpisodeError:
     return EpisodeError(EnvironmentFailure.CRASHED, detail)
+
+
+class WorkerEnvironment(Environment):
+    """Plays each episode with an object of `path`, a `module:Class`, made from `kwargs`.
+
+    With `reasoning_tags`, it gets the turns without their reasoning.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kwargs: Mapping[str, object],
+        config: WorkerEnvironmentConfig,
+        reasoning_tags: Sequence[str] = (),
+    ):
+        self._reasoning_tags = reasoning_tags
+        self._workers = EpisodePool(config, {"path": path, "kwargs": kwargs})
+
+    async def open(self) -> None:
+        await self._workers.open()
+        self.version, self.roles = f"1/{self._workers.version}", self._workers.facts["roles"]
+
+    def isolate(self, episode_id: str) -> None:
+        self._workers.isolate(episode_id)
+
+    def fault(self, episode_id: str) -> EpisodeError | None:
+        return self._workers.fault(episode_id)
+
+    async def reset(self, episode_id: str, seed: int, row: Mapping[str, object]) -> Sequence[Message]:
+        line = await self._workers.begin(episode_id, {"call": "reset", "seed": seed, "row": row})
+        return [Message(**message) for message in line["messages"]]
+
+    async def step(self, episode_id: str, turn: Turn) -> Reply:
+        line = await self._workers.call(episode_id, {"call": "step", "text": turn.answer(self._reasoning_tags)})
+        return Reply([Message(**message) for message in line["messages"]], line["reward"], line["done"])
+
+    async def end(self, episode_id: str) -> None:
+        await self._workers.end(episode_id)
+
+    async def close(self) -> None:
+        await self._workers.close()
+
+
+def python(config: PythonEnvironmentConfig) -> Environment:
+    return WorkerEnvironment(config.path, config.kwargs, config)
+
+
+def textarena(config: TextArenaEnvironmentConfig) -> Environment:
+    kwargs = {"game": config.game, "kwargs": config.kwargs}
+    return WorkerEnvironment(f"{_LIBRARIES}:Game", kwargs, config, config.reasoning_tags)
+
+
+def reasoning_gym(config: ReasoningGymEnvironmentConfig) -> Environment:
+    kwargs = {"task": config.task, "kwargs": config.kwargs}
+    return WorkerEnvironment(f"{_LIBRARIES}:Task", kwargs, config, config.reasoning_tags)
