@@ -14,7 +14,7 @@ import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from sympy.parsing import sympy_parser
 
-from services.reward.compat.math_verify import refuse_eval
+from services.reward.compat import refuse_eval_of_math_verify
 
 EVAL = re.compile(r"(?<![\w.])(?:eval|exec|compile)\(")
 
@@ -38,7 +38,7 @@ def test_unpatched_they_run_what_they_read() -> None:
 
 
 def test_patched_they_refuse_it() -> None:
-    refuse_eval()
+    refuse_eval_of_math_verify()
     with pytest.raises(sympy.SympifyError):
         sympy.sympify('__import__("os").getpid()')
     with pytest.raises(ValueError, match="not arithmetic"):

@@ -8,7 +8,7 @@ import sympy
 pytest.importorskip("reasoning_gym", reason="needs the extra `environments`", exc_type=ImportError)
 
 from services.common.reasoning_tasks import make_tasks
-from services.reward.compat.reasoning_gym import refuse_eval
+from services.reward.compat import refuse_eval_of_reasoning_gym
 from services.reward.environments.libraries import Task
 
 LISTS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
@@ -24,7 +24,7 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("task", [*LISTS, *FORMULAS])
 def test_an_answer_never_runs(task: str, tmp_path: Path) -> None:
     tasks = make_tasks(task, seed=1, size=1, settings={})
-    refuse_eval()
+    refuse_eval_of_reasoning_gym()
     entry, canary = tasks[0], tmp_path / "canary"
     lowest = tasks.score_answer("no answer", entry)
     for answer in (

@@ -108,9 +108,9 @@ class Task:
     def prepare(cls, task: str, kwargs: Mapping[str, object]) -> None:
         """Raises InvalidInput if the task cannot be made."""
         make_tasks(task, seed=0, size=1, settings=kwargs)
-        from services.reward.compat.reasoning_gym import refuse_eval
+        from services.reward.compat import refuse_eval_of_reasoning_gym
 
-        refuse_eval()
+        refuse_eval_of_reasoning_gym()
         cls.version = f"reasoning-gym-{version_of('reasoning-gym')}"
 
     def __init__(self, task: str, kwargs: Mapping[str, object]):

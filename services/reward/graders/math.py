@@ -14,7 +14,7 @@ from itertools import combinations, product
 import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from services.reward.compat.math_verify import refuse_eval
+from services.reward.compat import refuse_eval_of_math_verify
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.graders.latex import (
     both_signs,
@@ -147,7 +147,7 @@ def _is_bound(expression: object) -> bool:
     return isinstance(expression, sympy.Expr) and not expression.free_symbols and bool(expression.is_extended_real)
 
 
-refuse_eval()
+refuse_eval_of_math_verify()
 
 
 MAX_ANSWER_CHARS = 2048

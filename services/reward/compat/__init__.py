@@ -1,1 +1,0 @@
-"""The reward service's uses of math-verify and sympy internals; see services.common.compat."""
