@@ -1,4 +1,4 @@
-"""The interface of environments, and the clock of their calls.
+"""The interfaces of environments and of tools, and the clock of their calls.
 
 Imports nothing heavy, because worker processes load this too.
 """
@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 # Users' environments and tools import these from here.
+from services.common.tool_syntax import Schema
 from services.common.tool_syntax import ToolCall as ToolCall
 from services.reward.errors import EnvironmentFailure as EnvironmentFailure
 from services.reward.errors import EpisodeError as EpisodeError
@@ -95,6 +96,47 @@ class Environment:
 
     async def close(self) -> None:
         """Ends the environment; calls in progress fail as CRASHED."""
+
+
+class BadArgumentsError(Exception):
+    """The policy called a tool wrongly. The text is its observation, and `outcome` is what metrics call it."""
+
+    def __init__(self, text: str, outcome: str = "refused"):
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def cut_middle(text: str, max_chars: int) -> str:
+    """Returns `text`; the first and last characters and a mark between them, if there are more than `max_chars`."""
+    half = max_chars // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n[... cut ...]\n{text[len(text) - half :]}"
+
+
+class Tool:
+    """Answers calls of the policy, many at the same time."""
+
+    schema: Schema
+    version: str
+    """Text that changes whenever the same call could get another result."""
+
+    async def open(self) -> None:
+        """Starts what the tool needs. Raises EpisodeError if it cannot start."""
+
+    async def call(self, arguments: Mapping[str, str], limit_s: float) -> str:
+        """Returns the result of a call, whose arguments fit the schema. Raises BadArgumentsError if there is none."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def text_tool_schema(name: str, description: str, argument: str, meaning: str) -> Schema:
+    properties = {argument: {"type": "string", "description": meaning}}
+    return tool_schema(name, description, {"type": "object", "properties": properties, "required": [argument]})
 
 
 class Clock:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from services.common.config.environment import CalculatorToolConfig, PythonToolConfig
-from services.reward.environments.base import off_the_clock
-from services.reward.environments.tools.base import BadArgumentsError, Tool, text_tool_schema
+from services.reward.environments.base import BadArgumentsError, Tool, off_the_clock, text_tool_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.sandbox import Limits, Sandbox
 

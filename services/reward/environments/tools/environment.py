@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.common.config.environment import ToolsEnvironmentConfig
-from services.common.tool_syntax import BadCall, Call, find_calls, read_texts
-from services.reward.environments.base import Environment, Message, Reply, ToolCall, Turn
-from services.reward.environments.tools import base
-from services.reward.environments.tools.base import BadArgumentsError, Schema, Tool
+from services.common.tool_syntax import BadCall, Call, Schema, ToolCall, find_calls, fits, is_option, read_texts
+from services.reward.environments.base import BadArgumentsError, Environment, Message, Reply, Tool, Turn, cut_middle
 from services.reward.environments.tools.compute import Calculator, Python
 from services.reward.environments.tools.functions import FunctionTools
 from services.reward.environments.tools.mcp import McpTools
@@ -59,7 +57,7 @@ class ToolsEnvironment(Environment):
             self.tools = tuple(schemas)
             return
         for name, schema in zip(names, schemas, strict=True):
-            argument = base.only_text_argument(schema)
+            argument = only_text_argument(schema)
             if argument is None:
                 raise _cannot(f"tool {name} needs one argument, a text, to be called with syntax tags")
             if f"<{name}>" in self._config.reasoning_tags:
@@ -108,7 +106,7 @@ class ToolsEnvironment(Environment):
 
     def _message(self, name: str, text: str) -> Message:
         # JSON of the policy, or a page that a tool has found, may hold half of a surrogate pair.
-        text = base.cut_middle(text, _MAX_RESULT_CHARS)
+        text = cut_middle(text, _MAX_RESULT_CHARS)
         name, text = (part.encode(errors="replace").decode() for part in (name, text))
         if tag := self._config.result_tag:
             return Message("", f"\n\n<{tag}>{text}</{tag}>\n\n")
@@ -121,9 +119,9 @@ class ToolsEnvironment(Environment):
             raise BadArgumentsError(f"there is no tool {call.name[:100]!r}: there are {', '.join(self._parameters)}")
         if server := self._served.get(call.name):
             return await server.call(call)
-        if fault := base.find_fault(call.arguments, parameters):
+        if fault := find_fault(call.arguments, parameters):
             raise BadArgumentsError(fault)
-        arguments = base.fitted(call.arguments, parameters)
+        arguments = fitted(call.arguments, parameters)
         tool = self._tools.get(call.name)
         if tool is None:
             return await self._functions.call(episode_id, ToolCall(call.name, arguments))
@@ -143,3 +141,65 @@ class ToolsEnvironment(Environment):
 
 def _cannot(detail: str) -> EpisodeError:
     return EpisodeError(EnvironmentFailure.REFUSED, detail)
+
+
+def only_text_argument(schema: Schema) -> str | None:
+    """Returns the name of the argument that a text can be given to: the only one, or the only required one."""
+    parameters = schema["function"]["parameters"]
+    properties = parameters.get("properties", {})
+    names = list(properties) if len(properties) == 1 else parameters.get("required", [])
+    if len(names) != 1 or properties[names[0]].get("type", "string") != "string":
+        return None
+    return names[0]
+
+
+def find_fault(arguments: Mapping[str, object], parameters: Schema) -> str:
+    """Returns the error in arguments, or an empty text. Knows the parts of JSON schema that are made here."""
+    properties = parameters["properties"]
+    if missing := [name for name in parameters["required"] if name not in arguments]:
+        return f"missing argument {missing[0]}"
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"unknown argument {unknown[0][:100]!r}: there are {', '.join(properties) or 'none'}"
+    for name, value in arguments.items():
+        if not fits(value, properties[name]) and not _is_left_out(name, value, parameters):
+            return f"argument {name} must be {_describe(properties[name])}"
+    return ""
+
+
+def fitted(arguments: Mapping[str, object], parameters: Schema) -> Mapping[str, object]:
+    """Returns arguments without a fault as the function takes them: 3.0 is 3 where the schema wants an integer, and a
+    null for a parameter that has a default and takes no null leaves it out.
+    """
+    return {
+        name: _fit(value, parameters["properties"][name])
+        for name, value in arguments.items()
+        if not _is_left_out(name, value, parameters)
+    }
+
+
+def _is_left_out(name: str, value: object, parameters: Schema) -> bool:
+    is_optional = name not in parameters["required"]
+    return value is None and is_optional and not fits(None, parameters["properties"][name])
+
+
+def _fit(value: object, schema: Schema) -> object:
+    """Returns a value that fits the schema, with integers where it wants them."""
+    if "anyOf" in schema:
+        fitted_values = [_fit(value, option) for option in schema["anyOf"] if fits(value, option)]
+        return next((fit for fit in fitted_values if type(fit) is type(value)), fitted_values[0])
+    if "enum" in schema:
+        return next(option for option in schema["enum"] if is_option(value, option))
+    if isinstance(value, list):
+        return [_fit(entry, schema.get("items", {})) for entry in value]
+    if isinstance(value, dict):
+        return {key: _fit(entry, schema.get("additionalProperties", {})) for key, entry in value.items()}
+    return int(value) if isinstance(value, float) and schema.get("type") == "integer" else value
+
+
+def _describe(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(_describe, schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(map(str, schema["enum"]))
+    items = f" of {_describe(schema['items'])}" if schema.get("items") else ""
+    return schema["type"] + items

@@ -1,17 +1,22 @@
-"""Calls the user's functions as tools, in worker processes."""
+"""Calls the user's functions as tools, in worker processes, and makes their schemas."""
 
 import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from services.common.config.environment import ToolsEnvironmentConfig
-from services.reward.environments.base import ToolCall
+from services.common.json_values import JsonObject
+from services.common.tool_syntax import Schema, fits
+from services.reward.environments.base import BadArgumentsError, ToolCall, cut_middle, tool_schema
 from services.reward.environments.executor import MAX_REPLY_BYTES, EpisodeExecutor, in_thread, make_threads_small
-from services.reward.environments.tools.base import BadArgumentsError, cut_middle, function_schema
 from services.reward.environments.workers import EpisodePool
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.processes import child
@@ -140,3 +145,85 @@ def _error(error: BaseException) -> Reply:
         "raised": type(error).__name__,
         "traceback": child.traceback_text(error, __file__),
     }
+
+
+_TYPES: Mapping[object, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    list: "array",
+}
+
+
+def function_schema(function: Callable[..., object]) -> Schema:
+    """Returns the schema of a function, from its signature and docstring (Google style).
+
+    Raises TypeError if it takes arguments that have no name, or of a type that JSON cannot hold.
+    """
+    hints = typing.get_type_hints(function, include_extras=True)
+    summary, meanings = _read_docstring(inspect.getdoc(function) or "")
+    properties: dict[str, object] = {}
+    required = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{parameter} of {function.__name__}: a tool's arguments must be given by name")
+        hint = hints.get(parameter.name, Any)
+        try:
+            schema = _type_schema(hint)
+        except TypeError as error:
+            raise TypeError(f"{parameter.name} of {function.__name__}: {error}") from None
+        if parameter.default is None and schema and not fits(None, schema):
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        annotations = typing.get_args(hint)[1:] if typing.get_origin(hint) is typing.Annotated else ()
+        meaning = meanings.get(parameter.name) or next((one for one in annotations if isinstance(one, str)), None)
+        properties[parameter.name] = {**schema, "description": meaning} if meaning else schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return tool_schema(function.__name__, summary, parameters)
+
+
+def _type_schema(hint: Any) -> JsonObject:
+    if hint is Any:
+        return {}
+    if hint is type(None):
+        return {"type": "null"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:  # first, because its metadata may have no hash
+        return _type_schema(arguments[0])
+    plain = origin if origin and not arguments else hint  # List and Dict of typing without types
+    if plain in _TYPES:
+        return {"type": _TYPES[plain]}
+    if origin is Literal:
+        (kind, *others) = {type(value) for value in arguments}
+        return {**(_type_schema(kind) if not others else {}), "enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type_schema(argument) for argument in arguments]}
+    if origin is list:
+        return {"type": "array", "items": _type_schema(arguments[0])}
+    if origin is dict and arguments[0] is str:
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
+    raise TypeError(f"{hint}: a tool's argument must be of a type of JSON")
+
+
+def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Returns the text before the sections, and the meaning of each argument."""
+    head, _, arguments = f"\n{docstring}".partition("\nArgs:\n")
+    if not head and not arguments.startswith(" "):  # inspect.getdoc takes the indentation after a first line away
+        arguments = textwrap.indent(arguments, " ")
+    summary = re.split(r"\n(?:Returns|Raises|Yields|Examples?):\n", head)[0].strip()
+    meanings: dict[str, str] = {}
+    name, indent = "", 0
+    for line in arguments.splitlines():
+        if line.strip() and not line.startswith(" "):
+            break  # the next section
+        depth = len(line) - len(line.lstrip())
+        entry = re.match(r"\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        if entry and (not meanings or depth <= indent):
+            name, indent = entry[1], depth
+            meanings[name] = entry[2]
+        elif name:
+            meanings[name] = f"{meanings[name]} {line.strip()}".strip()
+    return summary, meanings

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.config.environment import McpToolConfig
 from services.common.tasks import keep
-from services.reward.environments.base import ToolCall
-from services.reward.environments.tools.base import BadArgumentsError, Schema, cut_middle, tool_schema
+from services.common.tool_syntax import Schema, ToolCall
+from services.reward.environments.base import BadArgumentsError, cut_middle, tool_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError, ScoringError
 from services.reward.remote import read_key
 

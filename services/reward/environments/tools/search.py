@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.common.config.environment import SearchToolConfig
-from services.reward.environments.base import off_the_clock
-from services.reward.environments.tools.base import BadArgumentsError, Tool, text_tool_schema
+from services.reward.environments.base import BadArgumentsError, Tool, off_the_clock, text_tool_schema
 from services.reward.errors import EnvironmentFailure, EpisodeError
 
 if TYPE_CHECKING:
