@@ -32,7 +32,7 @@ from services.common.config.environment import SearchToolConfig
 from services.common.config.load import load
 from services.common.config.sft import SftConfig
 from services.coordinator.data.prepare import SEARCH_INSTRUCTION
-from services.reward.environments.tools.search import Search
+from services.reward.environments.search import Search
 
 SFT = Path(__file__).with_name("search_sft.yaml")
 OUT = Path("data/search")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deploy.quickstart import make_search
 from services.common.config.environment import SearchToolConfig
 from services.coordinator.text.tokenizer import Tokenizer
-from services.reward.environments.tools.search import Search
+from services.reward.environments.search import Search
 from services.reward.scorers.text import normalize
 from tests.e2e.lockstep_command import LockstepRun, numbers
 from tests.support import ROOT

@@ -18,7 +18,7 @@ from services.common.tasks import keep
 from services.reward.environments.base import Environment, Turn
 from services.reward.environments.episode import Episode, EpisodeContext
 from services.reward.environments.openenv import OpenEnvironment
-from services.reward.environments.tools.environment import ToolsEnvironment
+from services.reward.environments.tools import ToolsEnvironment
 from services.reward.environments.workers import python, reasoning_gym, textarena
 from services.reward.errors import EnvironmentFailure, EpisodeError
 from services.reward.metrics import RewardMetrics

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.environment import SearchToolConfig
-from services.reward.environments.tools.search import Search, split_words
+from services.reward.environments.search import Search, split_words
 from services.reward.errors import EpisodeError
 from tests.reward.environments.test_tools import texts
 

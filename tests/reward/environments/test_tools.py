@@ -9,9 +9,8 @@ from lockstep.reward.v1 import environment_pb2 as pb
 
 from services.common.errors import InvalidInput
 from services.reward.environments.base import BadArgumentsError
-from services.reward.environments.tools.compute import compute
-from services.reward.environments.tools.environment import find_fault
-from services.reward.environments.tools.functions import function_schema
+from services.reward.environments.functions import function_schema
+from services.reward.environments.tools import compute, find_fault
 from tests.reward.environments import user_tools
 from tests.trainer.harness_processes import marked
 

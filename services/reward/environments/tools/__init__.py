@@ -1,1 +1,0 @@
-"""The environment in which a policy calls tools, and its tools."""
