@@ -19,7 +19,6 @@ MIN_FILE_LINES = 80
 APART = {
     "services.common.weights.digest_gpu": "imports triton",
     "services.trainer.merging_gpu": "imports triton",
-    "services.reward.sandboxed.checks": "is read late in the sandbox, because it imports ast",
     "services.rollout.metrics": "its metrics are listed without vLLM",
     "services.coordinator.rl.loop": "the loop alone on a page",
 }

@@ -40,10 +40,10 @@ from itertools import chain
 from typing import Any
 
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.scripts import calls_anything, check_imports, used_names, with_calls
 from services.reward.graders.texts import after_reasoning, blocks
 from services.reward.sandboxed.checker import PASSED
 from services.reward.sandboxed.harness import encode
+from services.reward.sandboxed.scripts import calls_anything, check_imports, used_names, with_calls
 from services.reward.sandboxed.wire import pack
 
 MAX_DIGITS = 4300

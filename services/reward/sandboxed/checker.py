@@ -106,16 +106,16 @@ class Remote:
         """Returns whether `error` is a check of the test that fails, or would skip one that follows in its `with`."""
         if error is None:
             return False
-        from services.reward.sandboxed.checks import skips_check
+        from services.reward.sandboxed.scripts import skips_check
 
         with_line = sys._getframe(2).f_lineno
         return self._is_failed_check(error) or skips_check(self._code, with_line, lines_of(trace, self._variables)[:1])
 
     def _is_failed_check(self, error: BaseException) -> bool:
-        from services.reward.sandboxed.checks import is_check
+        from services.reward.sandboxed.scripts import is_in_check
 
         lines = lines_of(error.__traceback__, self._variables)
-        return isinstance(error, AssertionError) and any(is_check(self._code, line) for line in lines)
+        return isinstance(error, AssertionError) and any(is_in_check(self._code, line) for line in lines)
 
     def _ask(self, message: dict) -> dict:
         try:

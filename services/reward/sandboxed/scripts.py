@@ -1,4 +1,7 @@
-"""Reads the code of a script: what it imports, the names that the program must have, and whether its checks would run.
+"""Reads the code of a script: what it imports, the names that the program must have, and where its checks are.
+
+The grader reads it before the script runs, and the sandbox only when an exception leaves a `with` or a callback, as
+`ast` is slow to import.
 
 A script runs as `python tests.py` does. Of a file that is meant for pytest, this would only define the tests, and every
 program would pass. So the calls that pytest makes are added, and a script whose checks would not run is refused.
@@ -6,6 +9,7 @@ program would pass. So the calls that pytest makes are added, and a script whose
 
 import ast
 import builtins
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -152,3 +156,39 @@ def _refuse_needs(test: _Function, *, num_given: int) -> None:
     if needed and not test.decorator_list:  # which may give arguments
         wanted = ", ".join(argument.arg for argument in needed)
         raise ValueError(f"nothing calls {test.name}: append {test.name}(...) with its {wanted} to the script")
+
+
+def is_in_check(code: str, line: int) -> bool:
+    """Returns whether the line is part of a check: an assert statement of more than a constant, or a call of
+    `assert...` or `fail...`."""
+    return any(first <= line <= last for first, last in _lines_of_checks(_parse(code)))
+
+
+def skips_check(code: str, with_line: int, raised: list[int]) -> bool:
+    """Returns whether the `with` at `with_line` has a check at or after the line in it that raised."""
+    around = [
+        node
+        for node in ast.walk(_parse(code))
+        if isinstance(node, ast.With)
+        and node.lineno <= with_line <= node.body[0].lineno
+        and any(node.body[0].lineno <= line <= (node.end_lineno or 0) for line in raised)
+    ]
+    innermost = max(around, key=lambda node: node.lineno, default=None)
+    return innermost is not None and any(last >= raised[0] for _, last in _lines_of_checks(*innermost.body))
+
+
+@functools.cache
+def _parse(code: str) -> ast.Module:
+    return ast.parse(code)
+
+
+def _lines_of_checks(*trees: ast.AST) -> list[tuple[int, int]]:
+    """Returns the first and the last line of each check."""
+    spans = []
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.Assert(test=test) if not isinstance(test, ast.Constant):
+                spans.append((node.lineno, node.end_lineno or node.lineno))
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name.startswith(("assert", "fail")):
+                spans.append((node.lineno, node.end_lineno or node.lineno))
+    return spans
