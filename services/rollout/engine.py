@@ -43,7 +43,6 @@ from services.rollout.arguments import (
     leave_out_states,
 )
 from services.rollout.compat import client
-from services.rollout.compat.client import spawning_engines
 from services.rollout.compat.patches import STAGES_SOCKET
 from services.rollout.compat.recorded import refusal, returning_experts, returning_masks
 from services.rollout.compat.scheduler import fewest_of
@@ -156,7 +155,7 @@ class Engine:
             if needs.adapter_rank:
                 check_adapters_run(arguments)
             suitable = client.suitable_model_runner(made, is_gpu=torch.cuda.is_available())
-            spawning = spawning_engines() if is_split else contextlib.nullcontext()
+            spawning = client.spawning_engines() if is_split else contextlib.nullcontext()
             with spawning, suitable, _following_stages(Path(directory.name, STAGES_SOCKET)):
                 llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
         except InvalidInput:

@@ -5,21 +5,11 @@ import os
 import select
 import threading
 
-from services.rollout.compat.patches import (
-    copy_temperatures,
-    end_at_stop_strings,
-    ignore_model_path,
-    keep_sockets_together,
-    tell_stages,
-)
+from services.rollout.compat.patches import patch_vllm
 
 
 def install() -> None:
-    ignore_model_path()
-    copy_temperatures()
-    end_at_stop_strings()
-    tell_stages()
-    keep_sockets_together()
+    patch_vllm()
     _exit_with_parent()
 
 

@@ -16,18 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from services.reward.compat import refuse_eval_of_math_verify
 from services.reward.errors import FailureReason, ScoringError
-from services.reward.graders.latex import (
-    both_signs,
-    choice,
-    in_latex,
-    named,
-    ratio,
-    same_time,
-    same_words,
-    time_of_day,
-    without_units,
-    words,
-)
+from services.reward.graders import latex
 from services.reward.graders.texts import after_reasoning, last_tagged
 
 _SPACES = re.compile(r"\\[,!:; ]|~|\{,\}")
@@ -55,15 +44,15 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
     A date or a time equals only itself, and numbers of different bases, such as 43_7 and 43_8, differ: the parser would
     compute a difference or a quotient, and ignore bases.
     """
-    said = words(gold)
-    if gold == predicted or ("\\" in gold + predicted and len(said) > 1 and said == words(predicted)):
+    said = latex.words(gold)
+    if gold == predicted or ("\\" in gold + predicted and len(said) > 1 and said == latex.words(predicted)):
         return True
     if _DATE.fullmatch(gold):
         return False
-    if (same := same_words(gold, predicted)) is not None:
+    if (same := latex.same_words(gold, predicted)) is not None:
         return same
     if _is_time(gold):
-        return same_time(gold, predicted)
+        return latex.same_time(gold, predicted)
     bases = _SUBSCRIPT.fullmatch(gold), _SUBSCRIPT.fullmatch(predicted)
     if bases[0] and bases[1] and bases[0]["base"].strip("{}") != bases[1]["base"].strip("{}"):
         return False
@@ -77,7 +66,7 @@ def compare_texts(gold: str, predicted: str) -> bool | None:
 
 def _is_time(text: str) -> bool:
     """Returns whether the text is a time; what may also be a ratio in its lowest terms, such as 4:15, is none."""
-    time = time_of_day(text)
+    time = latex.time_of_day(text)
     return time is not None and (time[2] != "" or time[1] == 0 or math.gcd(*time[:2]) > 1)
 
 
@@ -187,15 +176,15 @@ def grade(*, answer: str, completion: str, require_boxed: bool, **_: object) -> 
         ScoringError: INVALID_ANSWER, if `answer` cannot be parsed or does not equal itself.
         Exception: Any exception that sympy raises while comparing, after which equality is unknown.
     """
-    text, gold = _parse_gold(in_latex(answer))
-    completion = in_latex(after_reasoning(completion))
+    text, gold = _parse_gold(latex.in_latex(answer))
+    completion = latex.in_latex(after_reasoning(completion))
     boxes = boxed(completion)
     if not boxes:
         if require_boxed:
             return 0.0
         completion = _BOLD.sub(r"\1", completion)
         if (tagged := last_tagged(completion)) is not None:
-            if choice(tagged) or _WORDS.search(tagged) is None:
+            if latex.choice(tagged) or _WORDS.search(tagged) is None:
                 return float(_is_answer(text, gold, tagged))
             completion = tagged
         if _CHOICE.fullmatch(text) and (letters := _SAID.findall(completion)):
@@ -225,14 +214,14 @@ def _without_one_sided_parts(gold: str, content: str) -> tuple[str, str]:
 
     Values that only one side names have an order: x=2, y=3 is (2, 3), and not (3, 2).
     """
-    chosen = choice(gold), choice(content)
+    chosen = latex.choice(gold), latex.choice(content)
     if any(chosen):
         # Of two with both, the letters too: the right value beside another letter is another choice.
         is_other = chosen[0] and chosen[1] and chosen[0][0] != chosen[1][0]
         place = 0 if is_other or any(map(_CHOICE.fullmatch, (gold, content))) else 1
         mine, theirs = (pair[place] if pair else side for pair, side in zip(chosen, (gold, content), strict=True))
         return mine, theirs
-    names = named(gold), named(content)
+    names = latex.named(gold), latex.named(content)
     if names[0] and not _NAME.search(content):
         return f"({', '.join(names[0].values())})", content
     if names[1] and not _NAME.search(gold):
@@ -241,7 +230,7 @@ def _without_one_sided_parts(gold: str, content: str) -> tuple[str, str]:
 
 
 def _normalized(text: str) -> str:
-    return plain_number(ratio(without_units(both_signs(_END_MARK.sub("", text.strip())))))
+    return plain_number(latex.ratio(latex.without_units(latex.both_signs(_END_MARK.sub("", text.strip())))))
 
 
 def boxed(text: str) -> list[str]:
@@ -283,7 +272,7 @@ def _parse_gold(answer: str) -> tuple[str, tuple[Expression, ...]]:
     # Wrapping in \boxed{} only works if the braces of the answer are balanced.
     parsed = _parse_answer(text) if boxed(f"\\boxed{{{text}}}") == [text] else ()
     expressions = [value for value in parsed if not isinstance(value, str)]
-    if _DATE.fullmatch(text) or _is_time(text) or same_words(text, text):
+    if _DATE.fullmatch(text) or _is_time(text) or latex.same_words(text, text):
         return text, parsed
     try:
         if not expressions or not _equal(expressions, expressions):

@@ -22,6 +22,15 @@ from services.common.compat.versions import require_version
 _COPIES_INTEGERS_ONLY = SpecifierSet(">=0.32,<0.33")
 
 
+def patch_vllm() -> None:
+    """Makes all changes of this module, in this process."""
+    ignore_model_path()
+    copy_temperatures()
+    end_at_stop_strings()
+    tell_stages()
+    keep_sockets_together()
+
+
 def ignore_model_path() -> None:
     """Lets all engines of a model use what vLLM compiled for one, in this process.
 
