@@ -28,10 +28,10 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp, ServiceInfo
 
 from benchmarks.report import keep
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 from services.common.config.run import Config
-from services.common.files.transfer import seal
 from services.common.rpc.server import Server
+from services.common.rpc.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards

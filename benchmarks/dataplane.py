@@ -19,7 +19,7 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from benchmarks.report import keep
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.config.run import Config
 from services.common.rpc.server import Server
 from services.coordinator.clients.trainer import Trainer

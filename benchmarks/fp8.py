@@ -40,7 +40,7 @@ from benchmarks.learning import SEEDS, accuracies, metrics
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
 from benchmarks.routing import logprob_gaps, open_policy
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.config.rollout import RolloutConfig
 from services.trainer.ranks.worker import Worker
 

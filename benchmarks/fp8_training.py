@@ -27,7 +27,7 @@ from benchmarks.report import keep
 from benchmarks.train_cases import forward_operations, make_samples
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import read_architecture
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
 

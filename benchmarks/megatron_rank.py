@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.megatron_layouts import CP, PP, TP, Layout, layouts, samples
 from benchmarks.updating import part_of, update
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.checkpoint.manifest import begin as begin_checkpoint
 from services.trainer.megatron import backend

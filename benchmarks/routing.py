@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from benchmarks.random_model import add_options, make_random_model
 from benchmarks.report import keep
-from services.common.batches import batch as batches
-from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
+from services.common import batches
 from services.common.config.trainer import TrainerConfig
+from services.common.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.trainer.backend import Role
 from services.trainer.ranks.worker import Worker
 from services.trainer.samples import forward_parts

@@ -35,10 +35,9 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCar
 
 from benchmarks.dataplane import OnlyReceives
 from benchmarks.report import keep
-from services.common.batches.batch import tokens_sha256
-from services.common.batches.blocks import content_sha256
-from services.common.files.transfer import seal
+from services.common.batches import content_sha256, tokens_sha256
 from services.common.rpc.server import Server
+from services.common.rpc.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout

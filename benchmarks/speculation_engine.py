@@ -67,7 +67,7 @@ def scale(hidden_size: int, vocab_size: int) -> float:
 async def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers of each batch, by text and number of samples."""
     from services.common.config.rollout import RolloutConfig
-    from services.common.files.model_card import read_model_card
+    from services.common.model_card import read_model_card
     from services.rollout.arguments import Needs
     from services.rollout.engine import Engine
 

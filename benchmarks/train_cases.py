@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from benchmarks.lengths import PROMPT_TOKENS, read_lengths
 from benchmarks.megatron_layouts import BF16_GRADIENTS, EP
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.config.trainer import TrainerConfig
 from services.common.families.architecture import Architecture
 

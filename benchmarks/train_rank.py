@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.train_cases import Case, cases, make_samples, sample_lengths
 from benchmarks.updating import Part, part_of, update
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.families.architecture import read_architecture
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message

@@ -120,7 +120,7 @@ async def sample_and_score(
 
 
 def to_batch(config: Config, groups: Sequence[ScoredGroup | None]) -> pa.Table:
-    """Returns a table with a row for each sample (SAMPLE_SCHEMA in services/common/batches/batch.py)."""
+    """Returns a table with a row for each sample (SAMPLE_SCHEMA in services/common/batches.py)."""
     scored = [group for group in groups if group is not None]
     # The order changes nothing but rounding. This is the one in which a streamed batch is complete earliest.
     return to_table(sorted(scored, key=by_length) if orders_by_length(config) else scored)

@@ -18,13 +18,7 @@ import numpy as np
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import (
-    NO_TOKEN,
-    SAMPLE_SCHEMA,
-    decode_sampling_masks,
-    encode_sampling_masks,
-    encode_top_k,
-)
+from services.common.batches import NO_TOKEN, SAMPLE_SCHEMA, decode_sampling_masks, encode_sampling_masks, encode_top_k
 from services.common.errors import LockstepError, Reason
 
 if TYPE_CHECKING:

@@ -3,6 +3,6 @@
 Only `benchmarks.sync --without-digest` uses it, to measure the cost of hashing.
 """
 
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 
 WeightDigest.update = lambda self, flat, *, start: None

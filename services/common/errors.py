@@ -204,3 +204,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError
             target=target,
         )
     return cls(f"{target}: {message}", target=target)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns `1 step` or `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import services
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.telemetry.trace import LogFormat, formatter
+from services.common.telemetry import LogFormat, formatter
 
 _GRACE_S = 10.0
 _CUDA_NOT_INITIALIZED = 3

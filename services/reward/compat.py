@@ -15,7 +15,7 @@ import sys
 import sympy
 from sympy.parsing import sympy_parser
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _OPERATORS = {

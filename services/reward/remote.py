@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from services.common.config.reward import RemoteConfig
-from services.common.counted import counted
-from services.common.files.storage import open_plain_file
+from services.common.errors import counted
+from services.common.files import open_plain_file
 from services.common.tasks import backoff_s
 from services.reward.errors import FailureReason, ScoringError
 

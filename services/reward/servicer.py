@@ -11,11 +11,11 @@ from services.common.config.environment import EnvironmentSection
 from services.common.config.load import parse_json
 from services.common.config.reward import RewardConfig
 from services.common.errors import InvalidInput
-from services.common.files.transfer import seal
 from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
-from services.common.telemetry.trace import within
+from services.common.rpc.transfer import seal
+from services.common.telemetry import within
 from services.reward.agents.runners import Place
 from services.reward.agents.servicer import AgentServicer
 from services.reward.environments.servicer import EnvironmentServicer, finish_reason, parse_object, require_run

@@ -8,13 +8,13 @@ import torch
 from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from services.common.batches.routed_experts import RoutedExpertsShape
-from services.common.config.placement import SHARED_UTILIZATION
+from services.common.config.operation import SHARED_UTILIZATION
 from services.common.config.rollout import Eagle3SpeculationConfig, RolloutConfig, SuffixSpeculationConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.architecture import read_content
 from services.common.families.registry import FAMILIES
 from services.common.process import require_suffix_decoding
+from services.common.routed_experts import RoutedExpertsShape
 from services.rollout.compat.client import device_capability, forks_engines
 from services.rollout.compat.recorded import EngineArguments
 from services.rollout.compat.scheduler import scheduler

@@ -25,15 +25,15 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import InternalError, InvalidInput, Overloaded, PreconditionFailed, Reason, Unavailable
 from services.common.families.supported import check_bounds
-from services.common.files.model_card import write_model_card
 from services.common.memory import DeviceState, changed, gib
+from services.common.model_card import write_model_card
 from services.common.process import own_log, socket_directory
+from services.common.routed_experts import RoutedExpertsShape
 from services.common.rpc.progress import PROGRESS
-from services.common.telemetry.trace import Span
+from services.common.telemetry import Span
 from services.rollout.arguments import (
     Needs,
     check_adapters_run,

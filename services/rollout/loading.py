@@ -19,8 +19,7 @@ from torch import nn
 from vllm.config import ModelConfig
 
 from services.common.compat.torch import Copies, OperatorWatch, OpOverload, writes_input
-from services.common.weights.buckets import unpack
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest, unpack
 from services.common.weights.plan import ALIGN_BYTES, Bucket, Plan, contiguous_stride
 from services.rollout.compat.worker import abort_reload, before_quantizing, loaded_tensors, not_plain, reload_weights
 from services.rollout.quantizing import Fill, LayerMap, Piece, Place, QuantizedTensors

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from services.common.compat.torch import Copies
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 from services.common.weights.plan import ALIGN_BYTES, contiguous_stride
 from services.rollout.compat.worker import (
     SCALE,

@@ -19,11 +19,9 @@ from vllm.lora.request import LoRARequest
 from services.common.errors import InternalError, LockstepError
 from services.common.json_values import JsonObject
 from services.common.memory import DeviceState, device_state
-from services.common.weights.buckets import Cost, unpack
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import Cost, WeightDigest, unpack
 from services.common.weights.group import WeightGroup
-from services.common.weights.pairs.ends import PairReceiver
-from services.common.weights.pairs.link import BACKEND as PAIRS
+from services.common.weights.pairs import PAIRS, PairReceiver
 from services.common.weights.plan import Plan
 from services.rollout.compat import worker
 from services.rollout.compat.recorded import record_experts, record_masks

@@ -13,7 +13,6 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from services.common.batches.routed_experts import RoutedExpertsShape
 from services.common.config.rollout import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -22,6 +21,7 @@ from services.common.config.rollout import (
     MIN_TEMPERATURE,
 )
 from services.common.errors import InternalError, InvalidInput, PreconditionFailed, Reason
+from services.common.routed_experts import RoutedExpertsShape
 from services.rollout.compat.client import forbid
 from services.rollout.compat.recorded import ASKS, masks_of
 from services.rollout.compat.scheduler import drafts_of
@@ -43,9 +43,9 @@ class Sample:
     drafts: Drafts
     """Counts of drafted tokens; empty without speculative decoding."""
     routed_experts: bytes = b""
-    """The experts of all tokens but the last (services.common.batches.routed_experts); empty if there are none."""
+    """The experts of all tokens but the last (services.common.routed_experts); empty if there are none."""
     sampling_mask: bytes = b""
-    """The sampling masks of its tokens (services.common.batches.batch); empty if they were not asked for."""
+    """The sampling masks of its tokens (services.common.batches); empty if they were not asked for."""
 
 
 def engine_prompt(tokens: Sequence[int], sampling: SamplingParams, model: ModelConfig) -> "TokensInput":

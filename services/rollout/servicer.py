@@ -12,16 +12,16 @@ from lockstep.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from prometheus_client import CollectorRegistry
 
-from services.common.batches.batch import tokens_sha256
-from services.common.batches.routed_experts import routed_experts_shape, to_parts
+from services.common.batches import tokens_sha256
 from services.common.compat.torch import accelerator_libraries
 from services.common.config.load import parse_json
 from services.common.config.rollout import RolloutConfig
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
-from services.common.files.transfer import seal
+from services.common.routed_experts import routed_experts_shape, to_parts
 from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import NO_RUN, Context, OpenedRun, service_info, shielded
+from services.common.rpc.transfer import seal
 from services.common.weights.buckets import highest_cost
 from services.common.weights.plan import require_stamp, show_stamp
 from services.common.weights.trial import take_part

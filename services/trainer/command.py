@@ -16,15 +16,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Any
 
+from services.common import process
 from services.common.memory import killed_hint
-from services.common.process import (
-    configure_logging,
-    exit_with,
-    import_before_fork,
-    keep_compiled_code,
-    may_fork,
-    require_extra,
-)
 from services.common.rpc.command import REFUSED, ServeOptions, exit_on_error, serve_from_command_line
 
 log = logging.getLogger(__name__)
@@ -37,7 +30,7 @@ _ANSWER_S = 20.0
 
 def preload() -> None:
     """Imports what ranks need, before they are forked."""
-    import_before_fork("torch", "services.trainer.ranks.rank")
+    process.import_before_fork("torch", "services.trainer.ranks.rank")
 
 
 def run_ranks(num_ranks: int, run_rank: Callable[[], None]) -> int:
@@ -49,9 +42,9 @@ def run_ranks(num_ranks: int, run_rank: Callable[[], None]) -> int:
     Returns:
         The exit code of the rank that ended first, or 1 if a signal ended it.
     """
-    configure_logging("trainer")
+    process.configure_logging("trainer")
     preload()
-    method = "fork" if may_fork() else "spawn"
+    method = "fork" if process.may_fork() else "spawn"
     if method == "spawn":
         resource_tracker.ensure_running()  # spawning would start it after signals are blocked, and it unblocks them
     listener = socket.create_server((_HOST, 0))
@@ -103,13 +96,13 @@ def _rank(rank: int, shared: dict[str, object], launcher: int, run_rank: Callabl
         # Only rank 0 reacts to signals. It may need the other ranks to shut down, so they end after it.
         signal.signal(number, signal.SIG_IGN if rank else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    exit_with(launcher)
+    process.exit_with(launcher)
     run_rank()
 
 
 def serve(args: Sequence[str] | None, threads_per_rank: int | None) -> None:
     """Runs one rank, given torchrun's variables. It is not in __main__, which spawned ranks cannot import from."""
-    keep_compiled_code()  # a rank of torchrun has no launcher of ours that did
+    process.keep_compiled_code()  # a rank of torchrun has no launcher of ours that did
 
     async def run(options: ServeOptions) -> int:
         from services.trainer.ranks.rank import run as run_rank  # late: it imports torch
@@ -143,5 +136,5 @@ def main(args: Sequence[str] | None = None) -> None:
         serve(args, own.threads_per_rank)
     else:
         with exit_on_error("trainer"):
-            require_extra("trainer")
+            process.require_extra("trainer")
         sys.exit(run_ranks(own.nproc_per_node, partial(serve, args, own.threads_per_rank)))

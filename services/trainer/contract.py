@@ -14,12 +14,11 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1 import types_pb2
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard
 
-from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
-from services.common.config.checkpoint import tensor_settings
 from services.common.config.rollout import MIN_TEMPERATURE
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer import TrainerConfig, tensor_settings
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.model_card import model_digests, vocab_size_of
+from services.common.model_card import model_digests, vocab_size_of
+from services.common.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.weights.plan import require_stamp
 from services.trainer.backend import Part, Role
 from services.trainer.checkpoint.manifest import TrainState

@@ -44,7 +44,7 @@ class TrainerMetrics:
         return self._seconds.labels(name, role).time()
 
     def trained(self, role: str, samples: pa.Table) -> None:
-        """Counts the tokens of `samples` (common.batches.batch.SAMPLE_SCHEMA), which were applied to `role`."""
+        """Counts the tokens of `samples` (common.batches.SAMPLE_SCHEMA), which were applied to `role`."""
         for part, column in (("prompt", "prompt_tokens"), ("completion", "tokens")):
             num_tokens = pc.sum(pc.list_value_length(samples[column])).as_py() or 0
             self._tokens.labels(role, part).inc(num_tokens)

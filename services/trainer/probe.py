@@ -45,8 +45,7 @@ def _sizes(directory: str, config: TrainerConfig, device: torch.device) -> dict[
     from services.trainer.checkpoint.model_files import load_config
     from services.trainer.fsdp.loading import layout_of, make_empty
     from services.trainer.fsdp.lora import AdapterStream, add_adapters, sites_of
-    from services.trainer.fsdp.model import LogprobModel
-    from services.trainer.fsdp.weights import WeightStream
+    from services.trainer.fsdp.model import LogprobModel, WeightStream
 
     dtype = compute_dtype(config, device)
     empty = make_empty(directory, compute_dtype=dtype, weight_dtype=dtype)

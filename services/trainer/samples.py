@@ -6,13 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches import batch as batches
-from services.common.batches.batch import NO_TOKEN, SAMPLE_SCHEMA, allows_sampled, decode_sampling_masks, decode_top_k
-from services.common.batches.blocks import begins_of_samples, packed_lengths, trained_tokens
-from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common import batches
+from services.common.batches import begins_of_samples
 from services.common.config.layout import microbatches_multiple
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
+from services.common.routed_experts import RoutedExpertsShape
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message
 from services.trainer.updates.packing import assign
@@ -44,7 +43,7 @@ def check_samples(samples: pa.Table, *, vocab_size: int, routed_experts: RoutedE
             sample, or a token outside of them is trained on; or a function below refuses its bytes. The message names
             the column and the first such row.
     """
-    for field in SAMPLE_SCHEMA:
+    for field in batches.SAMPLE_SCHEMA:
         if not field.nullable:
             _refuse(samples[field.name].is_null().to_numpy(), field.name, "is missing")
     num_tokens = _lengths(samples, "tokens")
@@ -53,7 +52,7 @@ def check_samples(samples: pa.Table, *, vocab_size: int, routed_experts: RoutedE
     for name in (name for name in PER_TOKEN if samples[name].null_count < samples.num_rows):
         _refuse(samples[name].is_null().to_numpy(), name, "is missing")
         _refuse(_lengths(samples, name) != num_tokens, name, "differs in length from tokens")
-    for name in (name for name in SAMPLE_SCHEMA.names if name != "calls"):  # those are for people
+    for name in (name for name in batches.SAMPLE_SCHEMA.names if name != "calls"):  # those are for people
         _check_values(samples, name, vocab_size)
     if samples["turn_begins"].null_count < samples.num_rows:
         _check_turns(samples, num_tokens)
@@ -75,7 +74,7 @@ def check_routed_experts(samples: pa.Table, shape: RoutedExpertsShape | None) ->
     if shape is None:
         raise _refusal("routed_experts", "the layers of this model have no experts, or are not known")
     _refuse(routed_experts.is_null().to_numpy(), "routed_experts", "is missing")
-    has_others = pc.binary_length(routed_experts).to_numpy() != packed_lengths(samples) * shape.row_bytes
+    has_others = pc.binary_length(routed_experts).to_numpy() != batches.packed_lengths(samples) * shape.row_bytes
     _refuse(has_others, "routed_experts", "has another number of tokens")
     for index, row in enumerate(routed_experts):
         experts_TLK = shape.decode(row.as_buffer())
@@ -102,14 +101,14 @@ def check_sampling_masks(samples: pa.Table, *, vocab_size: int) -> None:
     for index, (row, list_of_tokens) in enumerate(zip(masks, samples["tokens"], strict=True)):
         tokens = list_of_tokens.values.to_numpy()
         try:
-            counts, kept_tokens = decode_sampling_masks(row.as_buffer(), len(tokens))
+            counts, kept_tokens = batches.decode_sampling_masks(row.as_buffer(), len(tokens))
         except ValueError as error:
             raise _refusal("sampling_mask", f"row {index}: {error}") from error
         if kept_tokens.size and kept_tokens.max() >= vocab_size:
             raise _refusal("sampling_mask", f"row {index} names token {kept_tokens.max()} of {vocab_size}")
         mask = samples["loss_mask"][index]
         must_have = mask.values.to_numpy(zero_copy_only=False) if mask.is_valid else np.ones(len(tokens), bool)
-        if (without := ~allows_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
+        if (without := ~batches.allows_sampled(tokens, counts, kept_tokens) & (must_have | (counts > 0))).any():
             where = int(without.argmax())
             problem = f"row {index} has a set without the sampled token {tokens[where]} at {where}"
             raise _refusal("sampling_mask", problem)
@@ -130,16 +129,16 @@ def check_teacher_top_k(samples: pa.Table, *, vocab_size: int) -> None:
     _refuse(sizes * num_tokens[0] != sizes[0] * num_tokens, name, "has another number of bytes for each token")
     for index, (row, count) in enumerate(zip(samples[name], num_tokens, strict=True)):
         try:
-            tokens_TK, logprobs_TK = decode_top_k(row.as_buffer(), count)
+            tokens_TK, logprobs_TK = batches.decode_top_k(row.as_buffer(), count)
         except ValueError as error:
             raise _refusal(name, f"row {index}: {error}") from error
         ordered_TK = np.sort(tokens_TK)
-        if ordered_TK.min() < NO_TOKEN or ordered_TK.max() >= vocab_size:
+        if ordered_TK.min() < batches.NO_TOKEN or ordered_TK.max() >= vocab_size:
             raise _refusal(name, f"row {index} names a token outside of a vocabulary of {vocab_size}")
-        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != NO_TOKEN)).any():
+        if ((ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] != batches.NO_TOKEN)).any():
             raise _refusal(name, f"row {index} names a token twice at one place")
         probs_TK = np.exp(np.minimum(logprobs_TK, 1))  # more than 1 is too much, and must not overflow
-        probs_TK[:, :-1][tokens_TK == NO_TOKEN] = 0
+        probs_TK[:, :-1][tokens_TK == batches.NO_TOKEN] = 0
         if not (np.isfinite(logprobs_TK).all() and (abs(probs_TK.sum(1) - 1) <= _ROUNDING).all()):
             raise _refusal(name, f"row {index} has log-probabilities that are not those of a distribution")
 
@@ -314,7 +313,7 @@ def train_parts(
 
 def trained_of_samples(samples: pa.Table) -> pa.Array:
     """Returns for each row the number of trained tokens of its sample, which may have more rows, int64 [rows]."""
-    begins, trained = begins_of_samples(samples), trained_tokens(samples)
+    begins, trained = begins_of_samples(samples), batches.trained_tokens(samples)
     counts = np.add.reduceat(trained, begins)
     return pa.array(np.repeat(counts, np.diff(begins, append=samples.num_rows)))
 
@@ -356,7 +355,7 @@ def _needed(config: TrainerConfig, role: Role) -> tuple[str, ...]:
 
 def _assign(samples: pa.Table, config: TrainerConfig, num_ranks: int, *, pads_rows: bool) -> list[list[list[int]]]:
     return assign(
-        packed_lengths(samples).tolist(),
+        batches.packed_lengths(samples).tolist(),
         num_ranks=num_ranks,
         max_tokens=config.max_tokens_per_microbatch,
         multiple_of=microbatches_multiple(config),

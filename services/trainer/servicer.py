@@ -15,27 +15,24 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1 import types_pb2
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import content_sha256
+from services.common import batches
 from services.common.compat.torch import accelerator_libraries
-from services.common.config.checkpoint import require_made_with
 from services.common.config.load import parse_json
-from services.common.config.trainer import TrainerConfig
+from services.common.config.trainer import TrainerConfig, require_made_with
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.families.supported import check_bounds
-from services.common.files.model_card import card_texts, read_model_card
-from services.common.files.transfer import from_messages, to_messages
+from services.common.model_card import card_texts, read_model_card
 from services.common.rpc.address import is_loopback
 from services.common.rpc.fence import Fence
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.server import Context, OpenedRun, service_info, shielded
+from services.common.rpc.transfer import from_messages, to_messages
 from services.common.weights.buckets import highest_cost
 from services.common.weights.store import ServedStore
 from services.common.weights.trial import take_part, trial_group
 from services.trainer import contract
 from services.trainer.backend import Part, Role
 from services.trainer.checkpoint import manifest as checkpoint
-from services.trainer.checkpoint.manifest import TrainState
 from services.trainer.metrics import TrainerMetrics
 from services.trainer.ranks.calls import GRACE_S, Command, Message, Ranks, published_host
 from services.trainer.ranks.worker import Worker
@@ -133,7 +130,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 await self._arriving.begin(training)
         if is_repeated:
             # The samples arrive without the lock, so that other calls are answered meanwhile.
-            sha256 = await asyncio.to_thread(content_sha256, await reader.rest())
+            sha256 = await asyncio.to_thread(batches.content_sha256, await reader.rest())
             async with self._changing:
                 return contract.replay(header, self._require_open(role), sha256.hex())
         try:
@@ -141,7 +138,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 async with self._still_arriving(training):
                     await training.add(block)
             begin = time.perf_counter()
-            hashing = asyncio.create_task(asyncio.to_thread(content_sha256, training.samples))  # while it is applied
+            # Hashed while it is applied.
+            hashing = asyncio.create_task(asyncio.to_thread(batches.content_sha256, training.samples))
             async with self._still_arriving(training):
                 metrics, sha256 = await training.apply(), await hashing
                 if role is Role.POLICY:
@@ -265,7 +263,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         card = read_model_card(request.model_path)
         check_bounds(request.model_path)
         made_with = await asyncio.to_thread(contract.made_with, config, Path(request.model_path), card)
-        state = TrainState(0, "", {})
+        state = checkpoint.TrainState(0, "", {})
         if request.checkpoint_path:
             with PROGRESS.stage("verify the checkpoint"):
                 state = await asyncio.to_thread(checkpoint.verify, Path(request.checkpoint_path))

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 from lockstep.trainer.v1 import trainer_pb2 as pb
 
-from services.common.batches import batch as batches
-from services.common.batches import blocks
+from services.common import batches
 from services.common.errors import Aborted, DataLoss, InvalidInput, Reason
 from services.trainer.backend import Role
 from services.trainer.contract import OpenRole, check_contract, check_temperature
@@ -51,12 +50,12 @@ class BatchReader:
             elif part == "block":
                 block, frames = batches.decode(frames, schema=batches.SAMPLE_SCHEMA), []
                 # In a thread: hashing a block here would keep other calls waiting.
-                if await asyncio.to_thread(blocks.content_sha256, block) != message.block.sha256:
+                if await asyncio.to_thread(batches.content_sha256, block) != message.block.sha256:
                     raise _corrupt("the bytes of a block changed on the way")
                 yield block
                 self._hashes.append(message.block.sha256)
                 self._num_samples += block.num_rows
-                self._num_tokens += int(blocks.trained_tokens(block).sum())  # the caller has checked its samples
+                self._num_tokens += int(batches.trained_tokens(block).sum())  # the caller has checked its samples
             elif part == "commit" and not frames:
                 self._require_batch(message.commit)
                 return
@@ -75,7 +74,7 @@ class BatchReader:
                 f"the commit is for {commit.num_samples} samples and {commit.num_tokens} trained tokens, and "
                 f"{self._num_samples} and {self._num_tokens} have arrived"
             )
-        if blocks.batch_sha256(self._header, self._hashes) != commit.sha256:
+        if batches.batch_sha256(self._header, self._hashes) != commit.sha256:
             raise _corrupt("its header or its values are not those of the commit")
 
 
@@ -100,7 +99,7 @@ class BatchTraining:
         self._totals = [{"num_tokens": 0, "num_sequences": 0} for _ in range(self._num_minibatches)]
         """What was trained on so far of each mini-batch, the arguments of losses.Totals."""
         self._groups: set[int] = set()
-        self._cutter = blocks.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+        self._cutter = batches.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
         self._is_applied = False
         if not header.tokens_per_block:
             return
@@ -137,8 +136,8 @@ class BatchTraining:
         own_parts = [parts[data_rank] for data_rank in self.opened.data_ranks]
         await self._ranks.call(Worker.add_block, own_parts, role=self.role)
         self._blocks.append(block)
-        trained, of_samples = blocks.trained_tokens(block), np.zeros(block.num_rows, np.int64)
-        begins = blocks.begins_of_samples(block)  # a sample counts at its first row
+        trained, of_samples = batches.trained_tokens(block), np.zeros(block.num_rows, np.int64)
+        begins = batches.begins_of_samples(block)  # a sample counts at its first row
         of_samples[begins] = np.add.reduceat(trained, begins)
         for number, of_minibatch in rows.items():
             self._totals[number]["num_tokens"] += int(trained[of_minibatch].sum())
@@ -188,9 +187,9 @@ class BatchTraining:
             InvalidInput: It does not continue the block before it, does not end where the header says, or is in a
                 mini-batch that the config does not have.
         """
-        groups = block["group"].to_numpy()[blocks.begins_of_groups(block)].tolist()
+        groups = block["group"].to_numpy()[batches.begins_of_groups(block)].tolist()
         follows_short, least_tokens = self._cutter.continues, self._cutter.least_tokens
-        ends = [self._cutter.ends_with(num_tokens) for num_tokens in blocks.tokens_of_groups(block)]
+        ends = [self._cutter.ends_with(num_tokens) for num_tokens in batches.tokens_of_groups(block)]
         if follows_short or any(ends[:-1]) or len(self._groups.union(groups)) < len(self._groups) + len(groups):
             raise InvalidInput(
                 f"group: a block of groups {groups} cannot follow {sorted(self._groups)}; the samples of a group must "

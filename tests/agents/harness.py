@@ -16,10 +16,10 @@ from lockstep.reward.v1 import agent_pb2_grpc, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, ModelCard, PolicyStamp
 
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 from services.common.config.rollout import SamplingConfig
-from services.common.files.transfer import seal
 from services.common.rpc.server import Server
+from services.common.rpc.transfer import seal
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout

@@ -7,9 +7,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from services.common.batches import blocks as blocks_module
-from services.common.batches.batch import SAMPLE_SCHEMA
-from services.common.batches.blocks import BlockCutter, begins_of_samples, blocks_of, trained_tokens
+from services.common import batches as blocks_module
+from services.common.batches import SAMPLE_SCHEMA, BlockCutter, begins_of_samples, blocks_of, trained_tokens
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.loss import LossConfig
 from services.common.errors import InvalidInput

@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.types.v1.types_pb2 import DeviceMemory, WeightGroup, WeightPlan
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import content_sha256
+from services.common import batches
+from services.common.batches import content_sha256
 from services.common.errors import Aborted, InternalError, Reason
 from services.common.rpc.command import ServeOptions
 from services.common.rpc.server import Server

@@ -1,10 +1,10 @@
-"""Tests that docs/operations.md explains every reason of a failure."""
+"""Tests that docs/operations.md explains every reason of a failure, and how messages are worded."""
 
 import re
 
 import grpc
 
-from services.common.errors import DataLoss, Reason, from_rpc_error
+from services.common.errors import DataLoss, Reason, counted, from_rpc_error
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "operations.md"
@@ -22,3 +22,7 @@ def test_what_grpc_cannot_read_did_not_arrive_as_it_was_sent() -> None:
     failure = from_rpc_error(broken, target="Train at 127.0.0.1:7001")
     assert isinstance(failure, DataLoss)
     assert failure.reason is Reason.CORRUPT_TRANSFER
+
+
+def test_one_is_singular() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

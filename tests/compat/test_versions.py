@@ -8,9 +8,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from services.common import compat as versions
 from services.common import process as extras
-from services.common.compat import versions
-from services.common.compat.versions import BUILDS, SUPPORTED, require_version
+from services.common.compat import BUILDS, SUPPORTED, require_version
 from services.common.errors import PreconditionFailed, Reason
 from tests.support import ROOT
 
@@ -65,13 +65,13 @@ def test_another_version_is_refused_with_what_is_supported(found: str, monkeypat
 
 
 def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.BUILDS, "vllm", ("no-such-distribution",))
+    monkeypatch.setitem(BUILDS, "vllm", ("no-such-distribution",))
     with pytest.raises(PreconditionFailed, match=r"vllm is not installed, .*: pip install 'lockstep-rl\[rollout\]'$"):
         require_version("vllm")
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.BUILDS, "mbridge", ("no-such-distribution",))
+    monkeypatch.setitem(BUILDS, "mbridge", ("no-such-distribution",))
     with pytest.raises(
         PreconditionFailed, match=r"mbridge is not installed, .*: pip install 'lockstep-rl\[mbridge\]'$"
     ):

@@ -19,11 +19,11 @@ from lockstep.types.v1.types_pb2 import (
     ServiceInfo,
 )
 
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 from services.common.config.run import Config
 from services.common.errors import LockstepError
-from services.common.files.transfer import seal
 from services.common.rpc.server import Server
+from services.common.rpc.transfer import seal
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.prompts import Prompt

@@ -12,7 +12,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, PolicyStamp
 
 from services.common.config.run import Config
-from services.common.files.transfer import seal
+from services.common.rpc.transfer import seal
 from services.coordinator.data.order import EpochOrder
 from services.coordinator.data.prompts import PromptDataset
 from services.coordinator.rl.blocks import BlockMaker

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.errors import InvalidInput
 from services.common.rpc.server import Metrics, RpcMetrics
-from services.common.telemetry.trace import Span
+from services.common.telemetry import Span
 from services.coordinator.observe.reporters import Prometheus
 from services.reward.metrics import RewardMetrics
 from services.rollout.metrics import RolloutMetrics, State

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from services.common import process as extras
-from services.common.compat.versions import BUILDS
+from services.common.compat import BUILDS
 from services.common.errors import PreconditionFailed
 from tests.support import ROOT
 

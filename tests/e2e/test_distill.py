@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.batches.batch import decode_top_k
+from services.common.batches import decode_top_k
 from tests.e2e.lockstep_command import LockstepRun, invoke, make_workspace, numbers, require_legal, weights
 from tests.support import make_model
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.batches.batch import decode_sampling_masks
+from services.common.batches import decode_sampling_masks
 from services.common.errors import DataLoss
 from services.coordinator.replay.record import Record
 from services.coordinator.runs.resume import CRITIC_CHECKPOINTS

@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from services.common.files.model_card import read_model_card
+from services.common.model_card import read_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.e2e.lockstep_command import LockstepRun, numbers, weights
 from tests.support import make_model

@@ -17,7 +17,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import Completion, PolicyStamp, SamplingParams, WeightGroup, WeightPlan
 from transformers import AutoModelForCausalLM
 
-from services.common.files.model_card import read_model_card
+from services.common.model_card import read_model_card
 from services.common.rpc.client import Client
 from services.common.weights import group as weight_group
 from services.common.weights.plan import Plan

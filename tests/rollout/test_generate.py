@@ -11,7 +11,7 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.rollout.v1.rollout_pb2_grpc import RolloutServiceServicer as RolloutService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, PolicyStamp, SamplingParams
 
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 from services.common.errors import InvalidInput
 from tests.rollout.rollout_stack import MAX_MODEL_LEN, PROMPTS, PlayedTrainer
 from tests.support import PATIENCE_S, VOCAB, cpu_seconds, engine_of, raises

@@ -9,9 +9,9 @@ import torch
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import SamplingParams, TokenSequence
 
-from services.common.batches.batch import decode_sampling_masks
-from services.common.batches.routed_experts import from_parts
+from services.common.batches import decode_sampling_masks
 from services.common.errors import InvalidInput
+from services.common.routed_experts import from_parts
 from services.rollout.sampling import engine_sampling
 from tests.rollout.rollout_stack import PROMPTS, PlayedTrainer
 from tests.support import raises

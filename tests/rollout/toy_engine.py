@@ -17,8 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from services.common.weights.buckets import pack
-from services.common.weights.digest import Sums
+from services.common.weights.buckets import Sums, pack
 from services.common.weights.plan import Bucket, NamedTensors, Plan
 from services.rollout.compat.worker import Rows
 from services.rollout.receiver import WeightReceiver

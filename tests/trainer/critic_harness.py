@@ -21,7 +21,7 @@ from services.common.config.trainer import CriticSettings, ReferenceConfig
 from services.trainer.backend import PARAMS, Role
 from services.trainer.checkpoint.manifest import begin
 from services.trainer.fsdp.backend import FsdpBackend
-from services.trainer.fsdp.weights import WeightStream
+from services.trainer.fsdp.model import WeightStream
 from tests.trainer.fsdp_harness import samples, write
 from tests.trainer.megatron_checkpoint_harness import refusal
 from tests.trainer.megatron_harness import MegatronHarness, config, run_all, run_ranks

@@ -68,6 +68,16 @@ def truncated(model: Path) -> None:
     os.truncate(model / WEIGHTS, (model / WEIGHTS).stat().st_size // 2)
 
 
+def overlapping(model: Path) -> None:
+    """Gives two norms the bytes of one."""
+    content = (model / WEIGHTS).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    header["model.layers.0.input_layernorm.weight"]["data_offsets"] = header["model.norm.weight"]["data_offsets"]
+    changed = json.dumps(header).encode()
+    (model / WEIGHTS).write_bytes(len(changed).to_bytes(8, "little") + changed + data)
+
+
 def indexed(first: str = SHARD, **files: Any) -> Change:
     """Renames the weights to `first` and adds an index that names that file for every tensor, except for `files`.
 

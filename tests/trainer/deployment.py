@@ -13,12 +13,12 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp, WeightGroup
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, batch_sha256, blocks_of, content_sha256
+from services.common import batches
+from services.common.batches import BlockCutter, batch_sha256, blocks_of, content_sha256
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import LockstepError
-from services.common.files.transfer import from_messages, to_messages
 from services.common.rpc.client import Client
+from services.common.rpc.transfer import from_messages, to_messages
 from tests.support import PATIENCE_S, free_port, make_batch, running
 from tests.trainer.fsdp_harness import config
 

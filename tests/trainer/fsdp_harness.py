@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from safetensors.torch import load_file, save_file
 
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin

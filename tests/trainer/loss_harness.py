@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches import batch as batches
-from services.common.batches.batch import decode_top_k
-from services.common.batches.blocks import trained_tokens
+from services.common import batches
+from services.common.batches import decode_top_k, trained_tokens
 from services.trainer.backend import Role
 from services.trainer.losses.kinds import Tokens
 from tests.support import with_sampling_masks, with_teacher_top_k

@@ -28,7 +28,7 @@ from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron import mbridge as bridging
 from services.trainer.megatron.mbridge import Bridged
 from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks, maker
-from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.role import Parallelism
 from services.trainer.megatron.settings import layer_settings, read_config, transformer_config
 from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, _named_matrices, load_checkpoint_weights, local_parameters

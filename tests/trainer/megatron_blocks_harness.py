@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
+from services.common.batches import BlockCutter, blocks_of, trained_tokens
 from services.trainer.backend import Role
 from services.trainer.samples import train_parts
 from tests.support import with_routed_experts

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.config.layout import data_parallel_size
 from services.common.config.trainer import ReferenceConfig, TrainerConfig
 from services.common.weights.buckets import Computed, Items, Span

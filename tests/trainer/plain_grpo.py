@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.batches.batch import decode_top_k
+from services.common.batches import decode_top_k
 from services.common.config.loss import CorrectionConfig, LossConfig
 from services.common.config.trainer import TrainerConfig
 

@@ -13,7 +13,7 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.common.batches.batch import decode_top_k, encode_top_k
+from services.common.batches import decode_top_k, encode_top_k
 from services.common.config.advantage import AdvantageConfig
 from services.common.errors import InvalidInput
 from services.coordinator.rl.advantages import compute_advantages

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import InvalidInput, LockstepError, NotFound, Reason
 from services.common.families.supported import ASK_FSDP
-from services.common.files.model_card import read_model_card, write_model_card
+from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.text.tokenizer import Tokenizer
 from tests.trainer import plain_grpo
 from tests.trainer.damage import (
@@ -40,6 +40,7 @@ from tests.trainer.damage import (
     is_other,
     lacks,
     link_outside,
+    overlapping,
     truncated,
 )
 from tests.trainer.fsdp_harness import TEMPERATURE, Harness, samples
@@ -148,6 +149,7 @@ FILES = {
     "huge header": refused(contains(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), WEIGHTS),
     "header is not JSON": refused(contains(WEIGHTS, (16).to_bytes(8, "little") + b"not a header at "), WEIGHTS),
     "truncated": refused(truncated, f"{WEIGHTS} is not a whole safetensors file"),
+    "overlapping": Row(overlapping, fsdp="cannot be loaded", megatron=f"{WEIGHTS} is not a whole safetensors file"),
     "directory": refused(is_other(WEIGHTS, Path.mkdir), f"{WEIGHTS} is not a regular file"),
     "fifo": refused(is_other(WEIGHTS, os.mkfifo), f"{WEIGHTS} is not a regular file"),
     "link to nothing": refused(is_other(WEIGHTS, lambda path: path.symlink_to("nothing")), f"{WEIGHTS} is not a"),

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.errors import InvalidInput
 from services.coordinator.data.groups import Episode
 from services.trainer.samples import check_groups, check_samples

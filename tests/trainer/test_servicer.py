@@ -13,8 +13,8 @@ from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as Train
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from transformers import AutoModelForCausalLM
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import content_sha256
+from services.common import batches
+from services.common.batches import content_sha256
 from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
 from tests.support import raises
 from tests.trainer import plain_grpo

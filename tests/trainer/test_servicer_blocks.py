@@ -12,7 +12,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import BlockCutter, blocks_of
+from services.common.batches import BlockCutter, blocks_of
 from services.common.errors import Aborted, DataLoss, InvalidInput, LockstepError, PreconditionFailed, Reason
 from services.trainer.contract import MAX_SKIPPED
 from tests.support import make_batch, raises

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from services.common.batches.blocks import trained_tokens
+from services.common.batches import trained_tokens
 from services.common.config.trainer import TrainerConfig
 from services.trainer.backend import Role
 from services.trainer.ranks.calls import Message

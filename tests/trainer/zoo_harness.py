@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.errors import InvalidInput
 from services.trainer.backend import Role
 from services.trainer.checkpoint.manifest import begin

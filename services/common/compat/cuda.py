@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("torch")
 

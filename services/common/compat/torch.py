@@ -18,7 +18,7 @@ from torch.cuda import nccl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("torch")
 

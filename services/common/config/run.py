@@ -10,8 +10,17 @@ from services.common.config.environment import REWARDLESS, EnvironmentConfig
 from services.common.config.evaluation import EvaluationConfig, check_held_out, no_set
 from services.common.config.layout import check_layout, check_minibatches, layout_of, named_ranks, samples_at_once
 from services.common.config.loss import check_top_k
-from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig, WeightsConfig
-from services.common.config.placement import BUCKET_BYTES, Placement, RestartConfig, check_placement, check_precision
+from services.common.config.operation import (
+    BUCKET_BYTES,
+    CheckpointConfig,
+    ObservabilityConfig,
+    Placement,
+    RestartConfig,
+    TimeoutsConfig,
+    WeightsConfig,
+    check_placement,
+    check_precision,
+)
 from services.common.config.reward import RewardConfig
 from services.common.config.rollout import RolloutConfig, SpeculationConfig
 from services.common.config.trainer import (

@@ -8,8 +8,13 @@ from services.common.config.base import NAME, AnyRun
 from services.common.config.data import FilesConfig
 from services.common.config.evaluation import EvaluationFrequency, check_held_out
 from services.common.config.layout import check_layout, check_minibatches, layout_of, samples_at_once
-from services.common.config.operation import CheckpointConfig, ObservabilityConfig, TimeoutsConfig
-from services.common.config.placement import BUCKET_BYTES, RestartConfig
+from services.common.config.operation import (
+    BUCKET_BYTES,
+    CheckpointConfig,
+    ObservabilityConfig,
+    RestartConfig,
+    TimeoutsConfig,
+)
 from services.common.config.trainer import TrainerConfig, require_used
 
 

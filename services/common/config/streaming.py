@@ -1,6 +1,6 @@
 """Decides how a batch is cut into blocks, and whether they are sent while other groups are still being generated."""
 
-from services.common.batches.blocks import BlockCutter
+from services.common.batches import BlockCutter
 from services.common.config.layout import data_parallel_size, layout_of, samples_at_once
 from services.common.config.run import Config
 from services.common.config.trainer import TrainerConfig

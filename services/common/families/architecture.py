@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.errors import InvalidInput, NotFound
 from services.common.families.layers import ALL_HEADS_NORMS, Size, Weight
 from services.common.families.registry import FAMILIES, Family, Kind
-from services.common.files.storage import open_plain_file, parse_object
+from services.common.files import open_plain_file, parse_object
 from services.common.json_values import JsonObject
 
 Shape = tuple[int, ...]

@@ -11,23 +11,15 @@ from typing import Any, Never, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from services.common import errors
 from services.common.compat.grpc import keep_early_status
-from services.common.errors import (
-    DataLoss,
-    InvalidInput,
-    LockstepError,
-    Reason,
-    Unauthenticated,
-    Unavailable,
-    from_rpc_error,
-)
 from services.common.rpc import fence
 from services.common.rpc.address import require_secure
 from services.common.rpc.channel import OPTIONS, Channel
 from services.common.rpc.history import NotedCall, noting
 from services.common.rpc.tls import LOCAL, Transport
 from services.common.tasks import backoff_s
-from services.common.telemetry.trace import outgoing
+from services.common.telemetry import outgoing
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +45,12 @@ class Retries:
     def left_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    async def wait(self, error: LockstepError) -> bool:
+    async def wait(self, error: errors.LockstepError) -> bool:
         """Waits until the call can be made again, and returns whether it can; the pauses grow.
 
         It cannot if the service itself raised `error`, or if a limit would pass during the pause.
         """
-        if error.reason is not Reason.UNREACHABLE:
+        if error.reason is not errors.Reason.UNREACHABLE:
             return False
         now, pause_s = time.monotonic(), backoff_s(self._num_retries)
         if self._num_retries == 0:
@@ -82,7 +74,7 @@ async def repeated(
     while True:
         try:
             return await call(retries.left_s)
-        except Unavailable as error:
+        except errors.Unavailable as error:
             if not await retries.wait(error):
                 raise
 
@@ -155,7 +147,7 @@ class Client:
                     self._require_message(answer, name)
                     noted.got(answer)
                     return answer
-            except LockstepError as failure:
+            except errors.LockstepError as failure:
                 if not await retries.wait(failure):
                     raise
                 wait_for_ready = False
@@ -210,27 +202,27 @@ class Client:
         """
         try:
             await self._channel.explain()
-        except Unauthenticated as refused:
+        except errors.Unauthenticated as refused:
             if not self._was_answered:
                 raise
-            raise Unavailable(refused.message, reason=refused.reason) from refused
+            raise errors.Unavailable(refused.message, reason=refused.reason) from refused
 
     def _require_message(self, answer: object, method: str) -> None:
         if answer is None:  # what gRPC returns for bytes that it cannot parse
             message = f"{method} at {self.address}: the answer cannot be parsed: its bytes changed on the way"
-            raise DataLoss(message, reason=Reason.CORRUPT_TRANSFER)
+            raise errors.DataLoss(message, reason=errors.Reason.CORRUPT_TRANSFER)
 
-    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> LockstepError:
+    def _failure(self, error: grpc.aio.AioRpcError, method: str) -> errors.LockstepError:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return InvalidInput(
+            return errors.InvalidInput(
                 f"{self.address} is not a {self._kind} service, or it runs another version of Lockstep: it has no "
                 f"method {method}",
                 address=self.address,
             )
         target = f"{method} at {self.address}"
-        failure = from_rpc_error(error, target=target)
-        if failure.reason is Reason.UNREACHABLE and _SILENT in failure.message:
-            return Unavailable(
+        failure = errors.from_rpc_error(error, target=target)
+        if failure.reason is errors.Reason.UNREACHABLE and _SILENT in failure.message:
+            return errors.Unavailable(
                 f"{target}: the {self._kind} service no longer answers: its process is stopped, its host is frozen, or "
                 f"the network is cut or very slow ({_SILENT})",
                 target=target,
@@ -262,5 +254,5 @@ class Renewal:
             await asyncio.sleep(every_s)
             try:
                 await client.call(method, request, timeout_s=every_s)
-            except LockstepError as error:  # calls that need the service notice it themselves
+            except errors.LockstepError as error:  # calls that need the service notice it themselves
                 log.info("the lease at %s could not be renewed: %s", client.address, error.message)

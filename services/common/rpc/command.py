@@ -8,19 +8,11 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.common import process
 from services.common.errors import LockstepError
-from services.common.process import (
-    allow_descriptors,
-    call_loopback_directly,
-    configure_logging,
-    exit_with,
-    keep_files_private,
-    open_standard_streams,
-    require_extra,
-)
 from services.common.rpc.server import Metrics, Page, incarnation
 from services.common.rpc.tls import Credentials, Role
-from services.common.telemetry.trace import NO_TRACE, Otel, Trace
+from services.common.telemetry import NO_TRACE, Otel, Trace
 
 REFUSED = 2
 """Exit code after a line with an error's reason, and of wrong options."""
@@ -64,15 +56,15 @@ def serve_from_command_line(
     add("--log-format", choices=("text", "json"), default="text", help="format of log lines on stderr")
     add("--exit-with", type=int, metavar="PID", help="exit when the process PID ends")
     options = parser.parse_args(args)
-    open_standard_streams()
-    configure_logging(service, options.log_format)
-    allow_descriptors()
-    keep_files_private()
-    call_loopback_directly()
+    process.open_standard_streams()
+    process.configure_logging(service, options.log_format)
+    process.allow_descriptors()
+    process.keep_files_private()
+    process.call_loopback_directly()
     if options.exit_with:
-        exit_with(options.exit_with)
+        process.exit_with(options.exit_with)
     with exit_on_error(service):
-        require_extra(service)
+        process.require_extra(service)
         prepare()
         tls = options.tls and Credentials(options.tls)
         if tls:

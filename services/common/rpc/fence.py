@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.telemetry.trace import scoped
+from services.common.telemetry import scoped
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from services.common.errors import described
-from services.common.telemetry.trace import scoped
+from services.common.telemetry import scoped
 
 log = logging.getLogger(__name__)
 

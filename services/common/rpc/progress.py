@@ -11,7 +11,7 @@ import grpc
 from lockstep.progress.v1 import progress_pb2 as pb
 from lockstep.progress.v1 import progress_pb2_grpc
 
-from services.common.telemetry.trace import NO_TRACE, Span
+from services.common.telemetry import NO_TRACE, Span
 
 log = logging.getLogger(__name__)
 

@@ -25,19 +25,11 @@ from typing import Any, ClassVar, Never, NoReturn, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import grpc
+import prometheus_client as prometheus
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep.progress.v1 import progress_pb2_grpc
 from lockstep.types.v1.types_pb2 import ServiceInfo
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    Info,
-    ProcessCollector,
-    disable_created_metrics,
-    start_http_server,
-)
 
 from services.common.errors import InternalError, InvalidInput, LockstepError, Reason, to_status
 from services.common.rpc import fence
@@ -45,7 +37,7 @@ from services.common.rpc.address import is_loopback, parse_address, require_loop
 from services.common.rpc.channel import server_options
 from services.common.rpc.progress import PROGRESS
 from services.common.rpc.tls import Credentials, is_address, require_role
-from services.common.telemetry.trace import NO_TRACE, Span, Trace, incoming
+from services.common.telemetry import NO_TRACE, Span, Trace, incoming
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +48,17 @@ SECONDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0, 1800.0)
 class RpcMetrics:
     """Counts and times the calls that a server answers."""
 
-    def __init__(self, registry: CollectorRegistry | None):
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(f"lockstep_rpc_{name}_total", help, ["method", *labels], registry=registry)
+    def __init__(self, registry: prometheus.CollectorRegistry | None):
+        def counter(name: str, help: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(f"lockstep_rpc_{name}_total", help, ["method", *labels], registry=registry)
 
         self._started = counter("started", "Calls that were received.")
         self._finished = counter("finished", "Calls that ended, by gRPC status code.", "code")
         self._failures = counter("failures", "Calls that failed, by typed reason.", "reason")
         about = "Time from receiving a call to its end."
-        self._seconds = Histogram("lockstep_rpc_seconds", about, ["method"], registry=registry, buckets=SECONDS)
+        self._seconds = prometheus.Histogram(
+            "lockstep_rpc_seconds", about, ["method"], registry=registry, buckets=SECONDS
+        )
 
     @contextlib.contextmanager
     def call(self, span: Span) -> Generator[None]:
@@ -247,7 +241,10 @@ class Server:
     """
 
     def __init__(
-        self, trace: Trace = NO_TRACE, tls: Credentials | None = None, registry: CollectorRegistry | None = None
+        self,
+        trace: Trace = NO_TRACE,
+        tls: Credentials | None = None,
+        registry: prometheus.CollectorRegistry | None = None,
     ) -> None:
         self._tls = tls
         interceptor = StatusInterceptor(trace, RpcMetrics(registry), by_role=tls is not None)
@@ -369,10 +366,12 @@ class Metrics:
         if page.address:
             self._host, self._port = parse_address(page.address, field=page.field)
             require_loopback(self._host, insecure=page.insecure, field=page.field, consent=page.consent)
-        disable_created_metrics()  # would add a second series to each counter: its creation time
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        about = Info("lockstep_service", "Name, version and incarnation of the service.", registry=self.registry)
+        prometheus.disable_created_metrics()  # would add a second series to each counter: its creation time
+        self.registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=self.registry)
+        about = prometheus.Info(
+            "lockstep_service", "Name, version and incarnation of the service.", registry=self.registry
+        )
         about.info({"service": service, "version": version("lockstep-rl"), "incarnation": incarnation()})
 
     def serve(self) -> int:
@@ -383,7 +382,7 @@ class Metrics:
         if not self._page.address:
             return 0
         try:
-            server, _ = self._server = start_http_server(self._port, self._host.strip("[]"), self.registry)
+            server, _ = self._server = prometheus.start_http_server(self._port, self._host.strip("[]"), self.registry)
         except OSError as error:
             raise InvalidInput(f"{self._page.field} {self._page.address}: {error}", field=self._page.field) from error
         server.RequestHandlerClass = PageHandler

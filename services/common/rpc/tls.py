@@ -14,7 +14,6 @@ import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from lockstep.coordinator.v1 import coordinator_pb2
 from lockstep.progress.v1 import progress_pb2
@@ -123,7 +122,7 @@ def read_identity(directory: Path) -> Identity:
             f"{directory}: the files must be PEM, and the key must have no password: {error}", field="tls"
         ) from error
     ends = [
-        public.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
         for public in (leaf.public_key(), private.public_key())
     ]
     if ends[0] != ends[1]:

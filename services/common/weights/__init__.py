@@ -1,2 +1,1 @@
-"""Publishes weights: the tensors to send (plan), their verification (digest), and the members that take part
-(group)."""
+"""Publishes weights: the tensors to send (plan), their bytes and hash (buckets), and the members (group, pairs)."""

@@ -2,7 +2,7 @@
 
 The members of an epoch meet in a store that the trainer serves. A member that fails or waits too long sets the epoch's
 kill key and aborts. The other members check the key while they wait, so none of them waits for a dead member. Classes
-that derive from `Epoch`, here and in `pairs/`, implement how weights travel between the members.
+that derive from `Epoch`, here and in `pairs.py`, implement how weights travel between the members.
 
 gloo and NCCL share one code path; only the backend object differs. The group does not touch the global state of
 torch.distributed, so it can exist next to Megatron in a trainer rank and inside a vLLM worker.

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 from lockstep.types.v1 import types_pb2
-from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 
@@ -185,7 +184,7 @@ def _cut(specs: Iterable[types_pb2.TensorSpec], bucket_bytes: int, start: int, s
         yield Bucket(start, offset, tuple(places), sender)
 
 
-def require_stamp(expected: PolicyStamp, actual: PolicyStamp, *, who: str) -> None:
+def require_stamp(expected: types_pb2.PolicyStamp, actual: types_pb2.PolicyStamp, *, who: str) -> None:
     """Enforces the on-policy contract: `actual`, the stamp of the service `who`, must equal `expected`."""
     if not expected.digest:
         raise InvalidInput("expected_stamp: required", field="expected_stamp")
@@ -206,5 +205,5 @@ def require_stamp(expected: PolicyStamp, actual: PolicyStamp, *, who: str) -> No
     )
 
 
-def show_stamp(stamp: PolicyStamp) -> str:
+def show_stamp(stamp: types_pb2.PolicyStamp) -> str:
     return f"version {stamp.version} ({stamp.digest[:8]})"

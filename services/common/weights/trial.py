@@ -17,7 +17,7 @@ from lockstep.types.v1 import types_pb2
 from services.common.errors import Aborted, InvalidInput, LockstepError
 from services.common.process import exit_with
 from services.common.rpc.address import route_to
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 from services.common.weights.group import WeightGroup
 from services.common.weights.store import ONLY_IPV4, StoreAddress
 

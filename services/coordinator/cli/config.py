@@ -21,8 +21,7 @@ from rich.text import Text
 from services.common.config.load import Key, keys
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
-from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, counted
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.data.reading.columns import is_answer, is_messages, is_prompt, types_with_fields, value_of

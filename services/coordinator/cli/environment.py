@@ -12,8 +12,7 @@ from rich.console import Console
 
 from services.common.config.environment import AgentEnvironmentConfig, TurnsConfig
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed
+from services.common.errors import DeadlineExceeded, InvalidInput, NotFound, PreconditionFailed, counted
 from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import EpisodeFailed, episode_failed, row_of
 from services.coordinator.data.dialog import Dialog

@@ -13,8 +13,7 @@ import typer
 from rich.table import Table
 from typing_extensions import Unpack
 
-from services.common.counted import counted
-from services.common.errors import InvalidInput, NotFound
+from services.common.errors import InvalidInput, NotFound, counted
 from services.coordinator.cli.options import CoordinatorAddress, ServiceOptions, addresses_of, takes_addresses
 from services.coordinator.cli.output import exit_if_stopped
 from services.coordinator.data.formats import FORMATS, ConversionOptions, Format, Split

@@ -10,7 +10,7 @@ import typer
 from typing_extensions import Unpack
 
 from services.common.errors import InvalidInput, LockstepError
-from services.common.files.storage import write_whole
+from services.common.files import write_whole
 from services.common.process import call_loopback_directly, keep_files_private, open_standard_streams
 from services.coordinator.cli.groups import groups, run_on_coordinator
 from services.coordinator.cli.options import ServiceOptions, addresses_of, takes_addresses

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from services.common.errors import LockstepError, Reason
-from services.common.files.storage import is_of_disk, storage_error
+from services.common.files import is_of_disk, storage_error
 from services.common.process import keep_files_private
 from services.coordinator.observe.console import literal_console
 

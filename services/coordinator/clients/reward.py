@@ -15,9 +15,9 @@ from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardSe
 
 from services.common.config.run import Config
 from services.common.errors import DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
-from services.common.files.transfer import require_sealed
 from services.common.rpc.client import Client, Renewal
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.transfer import require_sealed
 from services.common.tasks import gather
 from services.coordinator.data.dialog import decode_completions
 from services.coordinator.data.groups import SampledGroup, ScoredGroup

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp, SamplingParams
 
-from services.common.batches.batch import tokens_sha256
-from services.common.batches.routed_experts import from_parts
+from services.common.batches import tokens_sha256
 from services.common.config.run import Config
 from services.common.config.streaming import orders_by_length
 from services.common.errors import DeadlineExceeded, InternalError, PreconditionFailed, Reason, Unavailable
-from services.common.files.transfer import require_sealed
+from services.common.routed_experts import from_parts
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.transfer import require_sealed
 from services.coordinator.clients.gpus import OwnGpus, Side
 from services.coordinator.clients.replica import Replica, ReplicaState
 from services.coordinator.clients.replicas import ReplicaSet

@@ -12,17 +12,15 @@ from lockstep.trainer.v1 import trainer_pb2_grpc
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import DeviceMemory, ModelCard, PolicyStamp, WeightGroup
 
-from services.common.batches import batch as batches
-from services.common.batches import blocks
+from services.common import batches
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.config.streaming import block_growth, groups_per_minibatch, tokens_per_block
-from services.common.counted import counted
-from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason
-from services.common.files.transfer import from_messages, to_messages
+from services.common.errors import Aborted, InvalidInput, LockstepError, PreconditionFailed, Reason, counted
 from services.common.rpc.address import parse_address
 from services.common.rpc.client import MAX_RETRY_S, Answer, Client, Method, Renewal, Request, repeated
 from services.common.rpc.tls import LOCAL, Transport
+from services.common.rpc.transfer import from_messages, to_messages
 from services.coordinator.clients.gpus import OwnGpus, Side
 from services.coordinator.runs.clock import Busy
 from services.coordinator.text.cards import served_files
@@ -47,8 +45,8 @@ def _updated(batch_id: str, answer: pb.TrainResponse) -> tuple[int, dict[str, fl
 def _cut(header: pb.TrainHeader, batch: pa.Table) -> Sequence[pa.Table]:
     if not header.tokens_per_block:
         return [batch]
-    return blocks.blocks_of(
-        batch, blocks.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
+    return batches.blocks_of(
+        batch, batches.BlockCutter(header.tokens_per_block, header.groups_per_minibatch, header.block_growth)
     )
 
 
@@ -59,8 +57,8 @@ def _block(block: pa.Table, sha256: bytes) -> Iterator[pb.TrainRequest]:
 
 
 def _commit(header: pb.TrainHeader, batch: pa.Table, hashes: Iterable[bytes]) -> pb.TrainRequest:
-    num_tokens = int(blocks.trained_tokens(batch).sum())
-    sha256 = blocks.batch_sha256(header, hashes)
+    num_tokens = int(batches.trained_tokens(batch).sum())
+    sha256 = batches.batch_sha256(header, hashes)
     return pb.TrainRequest(commit=pb.TrainCommit(sha256=sha256, num_samples=batch.num_rows, num_tokens=num_tokens))
 
 
@@ -69,7 +67,7 @@ async def whole_batch(header: pb.TrainHeader, batch: pa.Table) -> AsyncGenerator
     yield pb.TrainRequest(header=header)
     hashes: list[bytes] = []
     for block in _cut(header, batch):
-        hashes.append(await asyncio.to_thread(blocks.content_sha256, block))
+        hashes.append(await asyncio.to_thread(batches.content_sha256, block))
         for message in _block(block, hashes[-1]):
             yield message
     yield _commit(header, batch, hashes)
@@ -92,12 +90,12 @@ class BlockStream:
         return _updated(self._header.batch_id, await self._call(self._requests()))
 
     def send(self, block: pa.Table) -> None:
-        self._parts.put_nowait([*_block(block, blocks.content_sha256(block))])
+        self._parts.put_nowait([*_block(block, batches.content_sha256(block))])
 
     def commit(self, batch: pa.Table) -> None:
         """Sends the commit of `batch`, which must have the values of the blocks that were sent."""
         # Hashes of the recorded batch, and not those of the blocks that were sent: so the trainer notices a difference.
-        self._parts.put_nowait([_commit(self._header, batch, map(blocks.content_sha256, _cut(self._header, batch)))])
+        self._parts.put_nowait([_commit(self._header, batch, map(batches.content_sha256, _cut(self._header, batch)))])
         self._parts.put_nowait([])  # ends the stream of requests
 
     async def _requests(self) -> AsyncGenerator[pb.TrainRequest, None]:
@@ -223,7 +221,7 @@ class Model:
         """
         header, batch = self._header(batch_id, stamp, critic_version, drawn), self._needed(batch)
         if header.tokens_per_block and (num_minibatches := self._config.trainer.num_minibatches) > 1:
-            header.groups_per_minibatch = len(blocks.begins_of_groups(batch)) // num_minibatches
+            header.groups_per_minibatch = len(batches.begins_of_groups(batch)) // num_minibatches
         async with self._gpus.held_by(Side.TRAINER):
             with self.busy.working():
                 return _updated(batch_id, await self._train(header, batch))

@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable
+from services.common.errors import DeadlineExceeded, LockstepError, Reason, Unavailable, counted
 from services.common.rpc.address import require_secure
 from services.common.rpc.client import Answer, Client, Method, Request
 from services.common.rpc.tls import LOCAL, Transport

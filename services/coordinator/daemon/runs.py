@@ -14,8 +14,15 @@ from lockstep.coordinator.v1 import coordinator_pb2_grpc
 
 from services.common.config.load import parse_json
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import InvalidInput, LockstepError, NotFound, PreconditionFailed, Unavailable, described
+from services.common.errors import (
+    InvalidInput,
+    LockstepError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    counted,
+    described,
+)
 from services.common.rpc.address import require_secure
 from services.common.rpc.server import NO_RUN, Context, service_info
 from services.common.rpc.tls import LOCAL, Transport

@@ -12,7 +12,7 @@ from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.rollout.v1.rollout_pb2 import Drafts
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA, join_sampling_masks
+from services.common.batches import SAMPLE_SCHEMA, join_sampling_masks
 from services.common.rewards import total
 from services.coordinator.data.calls import EPISODE_SCHEMA, Left
 from services.coordinator.data.prompts import Prompt, value_name
@@ -72,7 +72,7 @@ class Stream:
     routed_experts: bytearray = field(default_factory=bytearray)
     sampling_mask: list[tuple[bytes, int]] = field(default_factory=list)
     """The sampling masks and number of tokens of each part of `tokens`, for
-    common.batches.batch.join_sampling_masks."""
+    common.batches.join_sampling_masks."""
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with the prompt, as micro-batches count them (common.batches.blocks)."""
+        """Tokens with the prompt, as micro-batches count them (common.batches)."""
         return len(self.prompt_tokens) + len(self.completion.tokens) - 1
 
     def loss_mask(self, *, mask_truncated: bool) -> np.ndarray | None:
@@ -175,7 +175,7 @@ class SampledGroup:
     """The routed experts of each completion with its prompt (common.batches.routed_experts); empty if the engine
     returned none."""
     sampling_mask: Sequence[bytes] = field(default=(), kw_only=True)
-    """The sampling masks of each completion (common.batches.batch); empty if nothing was truncated."""
+    """The sampling masks of each completion (common.batches); empty if nothing was truncated."""
     segments: Sequence[Row] = field(default=(), kw_only=True)
     """The rows of agents' episodes, by sample; a completion then has no tokens. Empty without an agent."""
     left: Sequence[Left | None] = field(default=(), kw_only=True)
@@ -202,7 +202,7 @@ class SampledGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its samples with their prompts, as micro-batches count them (common.batches.blocks)."""
+        """Tokens of its samples with their prompts, as micro-batches count them (common.batches)."""
         return sum(row.num_tokens for row in self.rows)
 
 

@@ -18,7 +18,7 @@ from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.load import AnyConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.common.files.model_card import read_model_card, write_model_card
+from services.common.model_card import read_model_card, write_model_card
 from services.coordinator.data.order import EpochOrder, shuffled
 from services.coordinator.data.reading.rows import AnswerlessFile, PromptFile, PromptRow, RowPrompt
 from services.coordinator.text.chat_template import Message

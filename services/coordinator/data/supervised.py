@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput
 from services.coordinator.data.order import EpochOrder

@@ -16,13 +16,12 @@ from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
-from services.common.counted import counted
-from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, NotFound
+from services.common.errors import DeadlineExceeded, InvalidInput, LockstepError, NotFound, counted
 from services.common.families.architecture import make_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.common.families.supported import ASK_FSDP, choose
-from services.common.files.model_card import full_config, read_model_card, require_shapes, whole_weights
 from services.common.json_values import JsonObject
+from services.common.model_card import full_config, read_model_card, require_shapes, whole_weights
 from services.coordinator import sft
 from services.coordinator.clients.environment import row_of
 from services.coordinator.clients.gpus import visible_gpus

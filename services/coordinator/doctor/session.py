@@ -10,8 +10,7 @@ from rich.console import Console
 from services.common.config.load import AnyConfig
 from services.common.config.rollout import DiscoveryConfig
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import DataLoss, LockstepError, NotFound, Unavailable
+from services.common.errors import DataLoss, LockstepError, NotFound, Unavailable, counted
 from services.common.rpc.address import parse_address
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.doctor import Finding, Verdict, show_findings

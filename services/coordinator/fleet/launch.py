@@ -18,7 +18,7 @@ from pathlib import Path
 from services.common.config.load import AnyConfig, role_section
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, Reason, Unavailable
-from services.common.files.storage import write_whole
+from services.common.files import write_whole
 from services.common.forks import FORKABLE, Forked, Forks, service_environment
 from services.common.memory import killed_hint
 from services.common.process import require_extra

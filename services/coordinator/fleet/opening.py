@@ -13,9 +13,8 @@ from lockstep.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 
 from services.common.config.load import AnyConfig
 from services.common.config.sft import SftConfig
-from services.common.counted import counted
-from services.common.errors import InvalidInput, LockstepError
-from services.common.files.model_card import vocab_size_of
+from services.common.errors import InvalidInput, LockstepError, counted
+from services.common.model_card import vocab_size_of
 from services.common.rpc.client import Client, Method
 from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments, open_environments

@@ -24,7 +24,7 @@ from services.common.rpc.fence import new_token
 from services.common.rpc.history import keeping
 from services.common.rpc.tls import Transport
 from services.common.tasks import task_group
-from services.common.telemetry.trace import within
+from services.common.telemetry import within
 from services.coordinator.fleet.launch import SERVICES, Addresses, Fleet, launch
 from services.coordinator.fleet.membership import discovered
 from services.coordinator.observe.frontend import log_to

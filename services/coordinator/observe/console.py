@@ -6,7 +6,7 @@ from functools import partial
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from services.common.telemetry.trace import inert
+from services.common.telemetry import inert
 
 
 class _Inert(Console):

@@ -16,9 +16,9 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 from services.common.config.load import AnyConfig
-from services.common.counted import counted
-from services.common.files.storage import writing
-from services.common.telemetry.trace import InertFormatter, formatter
+from services.common.errors import counted
+from services.common.files import writing
+from services.common.telemetry import InertFormatter, formatter
 from services.coordinator.observe.terminal import Terminal
 from services.coordinator.runs.checkpoints import change_between
 from services.coordinator.runs.reporter import Reporter

@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.common.config.load import AnyConfig
 from services.common.config.operation import ObservabilityConfig
-from services.common.files.storage import write_whole, writing
+from services.common.files import write_whole, writing
 from services.common.rpc.server import SECONDS, Metrics, Page, incarnation
-from services.common.telemetry.trace import Otel, Trace, join
+from services.common.telemetry import Otel, Trace, join
 from services.coordinator.compat import import_tensorboardx
 from services.coordinator.observe.trackers import open_tracker
 from services.coordinator.runs.clock import StepClock

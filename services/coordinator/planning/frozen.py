@@ -7,7 +7,7 @@ from pathlib import Path
 from services.common.config.layout import layout_of
 from services.common.config.load import AnyConfig, role_models, role_section
 from services.common.config.trainer import TrainerConfig
-from services.common.counted import counted
+from services.common.errors import counted
 from services.common.families.architecture import read_architecture, read_content
 from services.common.families.registry import FAMILIES
 from services.coordinator.planning.activations import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from services.common.config.layout import Layout, layout_of
 from services.common.config.load import AnyConfig
-from services.common.config.placement import SHARED_UTILIZATION
+from services.common.config.operation import SHARED_UTILIZATION
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig

@@ -14,8 +14,7 @@ from services.common.config.load import AnyConfig, role_models
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import TrainerConfig
-from services.common.counted import counted
-from services.common.errors import InvalidInput, Reason
+from services.common.errors import InvalidInput, Reason, counted
 from services.common.families.architecture import Architecture, read_architecture, read_content
 from services.common.families.supported import require_supported, text_of
 from services.coordinator.planning.activations import MeasuredModel, Model, microbatch_tokens, weight_bytes

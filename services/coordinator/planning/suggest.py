@@ -16,8 +16,7 @@ from rich.table import Table
 
 from services.common.config.load import is_override, load
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, counted
 from services.coordinator.clients.gpus import split_gpus
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.fleet.launch import Addresses, started_ranks

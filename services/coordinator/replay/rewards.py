@@ -11,7 +11,7 @@ import pyarrow as pa
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
-from services.common.batches.blocks import begins_of_samples
+from services.common.batches import begins_of_samples
 from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, NotFound, PreconditionFailed, Reason

@@ -19,8 +19,7 @@ from rich.console import Console
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.run import Config
 from services.common.config.trainer import ReferenceConfig
-from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, counted
 from services.coordinator.clients.environment import Environments, open_environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.trainer import Model, Trainer

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise, takewhile
 import numpy as np
 import pyarrow as pa
 
-from services.common.batches.blocks import BlockCutter
+from services.common.batches import BlockCutter
 from services.common.config.layout import samples_at_once
 from services.common.config.run import Config
 from services.common.config.streaming import block_cutter, orders_by_length

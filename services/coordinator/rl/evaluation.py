@@ -20,7 +20,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 from rich.table import Table
 
-from services.common.batches.blocks import begins_of_samples
+from services.common.batches import begins_of_samples
 from services.common.config.advantage import AdvantageConfig
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import is_override, load, load_any
@@ -28,7 +28,7 @@ from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import write_whole
+from services.common.files import write_whole
 from services.common.rewards import reaches
 from services.coordinator.data.groups import answers_of, rewards_by_column, to_table
 from services.coordinator.data.prompts import Prompts, load_eval, load_from_card, load_if_local

@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches.batch import decode_sampling_masks
-from services.common.batches.blocks import begins_of_samples
+from services.common.batches import begins_of_samples, decode_sampling_masks
 from services.common.config.operation import WarningsConfig
 from services.common.rewards import all_equal, is_constant
 from services.coordinator.rl.advantages.samples import kl_of, num_trained_samples, per_token, trained_mask

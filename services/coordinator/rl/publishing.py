@@ -22,8 +22,15 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2 import MODEL_PART_OPTIMIZER, MODEL_PART_PARAMETERS, OpenRunResponse
 from lockstep.types.v1.types_pb2 import DeviceMemory, PolicyStamp, WeightGroup
 
-from services.common.counted import counted
-from services.common.errors import Aborted, DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
+from services.common.errors import (
+    Aborted,
+    DeadlineExceeded,
+    LockstepError,
+    PreconditionFailed,
+    Reason,
+    Unavailable,
+    counted,
+)
 from services.common.tasks import gather
 from services.coordinator.clients.gpus import SharedGpus, Side
 from services.coordinator.clients.replica import Replica, ReplicaState

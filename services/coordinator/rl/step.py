@@ -17,12 +17,12 @@ from typing import cast
 import pyarrow as pa
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import begins_of_groups
+from services.common.batches import begins_of_groups
 from services.common.config.run import Config
 from services.common.config.streaming import streams
 from services.common.errors import DataLoss, LockstepError, PreconditionFailed, Reason
 from services.common.families.registry import ENGINE_DIFFERENCES
-from services.common.files.storage import parse_object
+from services.common.files import parse_object
 from services.common.json_values import JsonObject
 from services.common.tasks import task_group
 from services.coordinator.clients.trainer import BlockStream, Model, Trainer

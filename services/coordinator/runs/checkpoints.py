@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from services.common.config.evaluation import BestConfig, EarlyStoppingConfig
 from services.common.config.operation import CheckpointConfig
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.coordinator.runs.ledger import Decision, Kind, Ledger
 from services.coordinator.runs.record import batch_path, batches_before, calls_path, evaluation_path, sha256_of
 from services.coordinator.runs.resume import CHECKPOINT_DIRECTORIES

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 
-from services.common.telemetry.trace import NO_TRACE, Span
+from services.common.telemetry import NO_TRACE, Span
 
 LANES = ("generate", "score", "train", "publish")
 """Sides of a run that can be busy at the same time, in the order in which a step needs them."""

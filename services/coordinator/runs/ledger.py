@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Json, TypeAdapter, create_model
 
 from services.common.errors import LockstepError, PreconditionFailed, Reason
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.common.json_values import JsonObject
 from services.common.rpc.history import note_row
 from services.coordinator.runs.database import Database, damaged, is_shared, reading

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from services.common.errors import DataLoss, LockstepError, NotFound
-from services.common.files.storage import storage_error
+from services.common.files import storage_error
 from services.coordinator.runs.database import Database, damaged, reading
 from services.coordinator.runs.ledger import LEDGER, METRICS_FIELDS, Decision, Kind, Ledger, checked_row
 

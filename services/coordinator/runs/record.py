@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.errors import PreconditionFailed
-from services.common.files.storage import replacing, writing
+from services.common.files import replacing, writing
 from services.coordinator.runs.ledger import Kind, Ledger
 from services.coordinator.runs.reporter import in_order
 

@@ -15,7 +15,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
-from services.common.files.storage import write_whole
+from services.common.files import write_whole
 from services.common.rpc.address import parse_address
 from services.coordinator.runs.ledger import Kind
 from services.coordinator.runs.reader import LedgerReader, is_running

@@ -12,11 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from services.common.config.checkpoint import require_made_with, tensor_settings
 from services.common.config.load import AnyConfig, is_override
 from services.common.config.run import Config
+from services.common.config.trainer import require_made_with, tensor_settings
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound, PreconditionFailed
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.common.import_path import source_digest
 from services.coordinator.data.reading.hub import hub_name
 from services.coordinator.runs.database import Database

@@ -12,13 +12,12 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from typing_extensions import TypeVar
 
 from services.common.config.load import AnyConfig
-from services.common.config.placement import RestartConfig
+from services.common.config.operation import RestartConfig
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import DataLoss, LockstepError, PreconditionFailed, described
-from services.common.files.storage import write_whole
+from services.common.errors import DataLoss, LockstepError, PreconditionFailed, counted, described
+from services.common.files import write_whole
 from services.common.forks import Forks
-from services.common.telemetry.trace import within
+from services.common.telemetry import within
 from services.coordinator.runs.checkpoints import (
     Checkpoints,
     SavedModel,

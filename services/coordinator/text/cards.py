@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from services.common.config.data import FilesConfig
 from services.common.errors import InvalidInput
-from services.common.files.model_card import vocab_size_of, write_model_card
+from services.common.model_card import vocab_size_of, write_model_card
 from services.coordinator.text.tokenizer import VOCABULARIES, Tokenizer, token_ids
 
 _TEMPLATE, _TOKENIZER, _GENERATION = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"

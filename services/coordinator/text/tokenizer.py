@@ -15,9 +15,9 @@ from pydantic import JsonValue
 
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.model_card import vocab_size_of
-from services.common.files.storage import parse_object
+from services.common.files import parse_object
 from services.common.json_values import JsonObject
+from services.common.model_card import vocab_size_of
 from services.coordinator.compat import import_transformers
 from services.coordinator.text.chat_template import ChatTemplate, Message, TemplateRefusal
 from services.coordinator.text.plain_text import PlainText, encoding

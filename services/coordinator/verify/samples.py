@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.common.batches.batch import is_of_samples
-from services.common.batches.blocks import begins_of_samples, content_sha256
+from services.common.batches import begins_of_samples, content_sha256, is_of_samples
 from services.common.errors import DataLoss
 from services.common.json_values import JsonMapping, JsonObject
 from services.common.rpc.history import scores_hashes

@@ -10,8 +10,7 @@ from typing import BinaryIO
 
 from rich.console import Console
 
-from services.common.counted import counted
-from services.common.errors import PreconditionFailed
+from services.common.errors import PreconditionFailed, counted
 from services.common.rpc.history import line_files
 from services.coordinator.runs.database import reading
 from services.coordinator.runs.ledger import Kind

@@ -11,8 +11,7 @@ from lockstep.reward.v1 import agent_pb2_grpc
 from lockstep.reward.v1.reward_pb2 import OpenRunResponse
 
 from services.common.config.environment import AgentEnvironmentConfig
-from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, counted
 from services.common.rpc.fence import Fence
 from services.common.rpc.server import Context
 from services.common.tasks import keep

@@ -11,6 +11,6 @@ Seen with vLLM 0.26.0 (CUDA) and 0.32.0 (CPU). No process imports more of vLLM t
     worker       in the engine's workers: what a worker extension reads of its worker, frees and reloads
 """
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("vllm")

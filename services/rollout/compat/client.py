@@ -23,7 +23,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 from services.common.errors import InternalError, Reason
 from services.rollout.compat.patches import copy_temperatures
 from services.rollout.compat.recorded import MASKS, EngineArguments

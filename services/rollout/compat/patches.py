@@ -17,7 +17,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 _COPIES_INTEGERS_ONLY = SpecifierSet(">=0.32,<0.33")
 

@@ -36,10 +36,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.common.batches.batch import allows_sampled, decode_sampling_masks, encode_sampling_masks
-from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
-from services.common.compat.versions import require_version
+from services.common.batches import allows_sampled, decode_sampling_masks, encode_sampling_masks
+from services.common.compat import require_version
 from services.common.errors import InternalError, InvalidInput
+from services.common.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.rollout.compat.worker import WorkerExtension, model_of
 
 Value = TypeVar("Value")

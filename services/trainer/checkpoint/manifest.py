@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
-from services.common.files.storage import is_of_disk, storage_error
+from services.common.files import is_of_disk, storage_error
 from services.common.json_values import JsonMapping
 
 _MANIFEST = "manifest.json"

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from services.common.errors import InternalError, InvalidInput, Reason
-from services.common.files.storage import is_of_disk, storage_error
+from services.common.files import is_of_disk, storage_error
 
 
 def gather_json(value: object, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:

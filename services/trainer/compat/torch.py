@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("torch")
 

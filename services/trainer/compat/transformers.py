@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, Transpose, WeightConverter, WeightRenaming, rename_source_key
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("transformers")
 

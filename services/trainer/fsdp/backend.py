@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, PreconditionFailed
+from services.common.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.trainer.adapters import is_adapter, without_adapters
 from services.trainer.backend import OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Part, Role, compute_dtype
 from services.trainer.checkpoint.ranks import ThreadedWriter, names_on_all_ranks, typed_errors
@@ -30,8 +30,7 @@ from services.trainer.compat.torch_checkpoint import PlainPlanner, PlainReader, 
 from services.trainer.compat.transformers import routers, set_choice
 from services.trainer.fsdp.loading import build, reshard
 from services.trainer.fsdp.lora import AdapterStream
-from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
-from services.trainer.fsdp.weights import WeightStream, local_shard
+from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, WeightStream, local_shard
 from services.trainer.router_replay import LayerReplay, ModelReplay
 from services.trainer.updates.optim import make_optimizers
 from services.trainer.updates.packing import Microbatch

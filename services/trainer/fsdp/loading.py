@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,14 +23,14 @@ from transformers.utils.logging import disable_progress_bar
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
 from services.common.families.supported import require_supported as require_config_supported
+from services.common.model_card import whole_weights
 from services.common.rpc.progress import PROGRESS
-from services.trainer.checkpoint.model_files import load_config, require_finite, require_tensors, stored_tensors
+from services.trainer.checkpoint.model_files import load_config, require_finite, require_tensors
 from services.trainer.checkpoint.ranks import gather_json, same_on_all_ranks
 from services.trainer.compat.torch import GROUPED_ALIGN_BYTES
 from services.trainer.compat.transformers import ignored_tensors, keeping_float32, take_layout
 from services.trainer.fsdp.lora import add_adapters, sites_of
-from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel
-from services.trainer.fsdp.weights import WeightStream, local_shard
+from services.trainer.fsdp.model import Layout, LogprobModel, ValueModel, WeightStream, local_shard
 from services.trainer.proof import MOST_NATS, make_reference
 from services.trainer.structure import class_of, make_model, structure_of
 
@@ -47,7 +48,7 @@ def require_loadable(causal_lm: PreTrainedModel, model_path: str, *, has_head: b
     the model and no others.
     """
     directory = Path(model_path)
-    stored = stored_tensors(directory)
+    stored = whole_weights(directory)
     take_layout(causal_lm, {name: tensor.shape for name, tensor in stored.items()})
     specs = WeightStream(causal_lm, torch.float32, torch.device("cpu")).specs()
     shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in specs}
@@ -69,7 +70,7 @@ def load_weights(model_path: str, *, has_head: bool, **kwargs: object) -> PreTra
             answer: Any = class_of(load_config(model_path)).from_pretrained(
                 model_path, output_loading_info=True, **safe, **kwargs
             )
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, SafetensorError) as error:
         raise InvalidInput(f"model: {model_path} cannot be loaded: {error!r}", field="model") from error
     loaded, loading = answer  # because of output_loading_info
     missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}

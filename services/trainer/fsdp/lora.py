@@ -19,23 +19,15 @@ from transformers import PreTrainedModel
 from services.common.config.trainer import LoraConfig
 from services.common.errors import InvalidInput
 from services.common.families.architecture import make_architecture
-from services.trainer.adapters import (
-    AdaptedLayer,
-    adapter_sites,
-    initial_a,
-    peft_name,
-    require_targets,
-    without_excluded,
-    write_merged,
-)
+from services.trainer import adapters
 from services.trainer.compat.torch import set_class
-from services.trainer.fsdp.weights import WeightStream
+from services.trainer.fsdp.model import WeightStream
 from services.trainer.structure import structure_of
 
 _Named = Iterator[tuple[str, torch.Tensor]]
 
 
-class _Adapted(AdaptedLayer, nn.Linear):
+class _Adapted(adapters.AdaptedLayer, nn.Linear):
     """A linear layer with an adapter, whose A other layers may share."""
 
     lora_A: nn.Parameter
@@ -61,7 +53,7 @@ def sites_of(causal_lm: PreTrainedModel, lora: LoraConfig) -> dict[str, list[str
         model = make_architecture(causal_lm.config.to_dict(), "its config.json")
     except InvalidInput:  # not of the registry
         return _sites_by_structure(causal_lm, lora)
-    sites = adapter_sites(model, lora).items()
+    sites = adapters.adapter_sites(model, lora).items()
     return {name: [tensor.removesuffix(".weight") for tensor in tensors] for name, tensors in sites}
 
 
@@ -83,9 +75,9 @@ def _sites_by_structure(causal_lm: PreTrainedModel, lora: LoraConfig) -> dict[st
             found[stored.removesuffix(".weight")] = [name]
     kinds = {name: name.rpartition(".")[2] for name in found}
     what = f"model_type {causal_lm.config.model_type} (experts and recurrent weights get no adapters)"
-    require_targets(lora, sorted(set(kinds.values())), what)
+    adapters.require_targets(lora, sorted(set(kinds.values())), what)
     wanted = {name: of for name, of in found.items() if kinds[name] in (lora.target_modules or kinds.values())}
-    return without_excluded(wanted, lora)
+    return adapters.without_excluded(wanted, lora)
 
 
 def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, sites: dict[str, list[str]], *, seed: int) -> None:
@@ -102,7 +94,7 @@ def _adapt(layers: Iterable[nn.Module], name: str, lora: LoraConfig, seed: int) 
         assert type(layer) is nn.Linear, "the families' matrices are linear layers"
         device = layer.weight.device
         if shared is None:
-            shared = nn.Parameter(initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
+            shared = nn.Parameter(adapters.initial_a(name, lora.rank, layer.in_features, seed=seed).to(device))
         set_class(layer, _Adapted)
         assert isinstance(layer, _Adapted)
         layer.lora_A, layer.lora_scale = shared, lora.alpha / lora.rank
@@ -124,7 +116,7 @@ class AdapterStream:
 
     def specs(self) -> list[tuple[str, torch.Tensor]]:
         return [
-            (peft_name(name, which), self._base.meta(matrix))
+            (adapters.peft_name(name, which), self._base.meta(matrix))
             for name, layer in self._layers.items()
             for which, matrix in (("A", layer.lora_A), ("B", layer.lora_B))
         ]
@@ -133,8 +125,8 @@ class AdapterStream:
         for name, layer in self._layers.items():
             a, b = self._base.gather([layer.lora_A, layer.lora_B])
             module = self._modules[name] if of_modules else name
-            yield peft_name(module, "A"), a
-            yield peft_name(module, "B"), b
+            yield adapters.peft_name(module, "A"), a
+            yield adapters.peft_name(module, "B"), b
 
     def merged(self) -> _Named:
         """Yields the weights W + alpha / rank * B A, without gradient."""
@@ -142,6 +134,6 @@ class AdapterStream:
             if layer := self._layers.get(name):
                 a, b = self._base.gather([layer.lora_A, layer.lora_B])
                 merged = torch.empty_like(weight)
-                write_merged(merged, weight, b, a, layer.lora_scale)
+                adapters.write_merged(merged, weight, b, a, layer.lora_scale)
                 weight = merged
             yield name, weight

@@ -18,20 +18,13 @@ from services.trainer.adapters import without_adapters
 from services.trainer.backend import GRADS, OPTIMIZER, PARAMS, Backend, LossFunction, Offloader, Role, compute_dtype
 from services.trainer.checkpoint.ranks import gather_json, names_on_all_ranks, same_on_all_ranks
 from services.trainer.compat.megatron.state import NO_GROUPS, rng_tracker, set_groups
+from services.trainer.megatron import settings
 from services.trainer.megatron.checkpoint import Checkpointer, SavedUnder, load_converted_weights
 from services.trainer.megatron.lora import adapted_layers, adapter_part, add_adapters
 from services.trainer.megatron.microbatch import MicrobatchShard
 from services.trainer.megatron.model import LogprobModel, ValueModel, build_chunks, half_precision, maker, wrap_chunks
 from services.trainer.megatron.optimizer import make_optimizer, set_rates, state_tensors
-from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.role import Collect, MegatronModel
-from services.trainer.megatron.settings import (
-    layer_settings,
-    model_architecture,
-    read_config,
-    require_float8,
-    transformer_config,
-)
+from services.trainer.megatron.role import Collect, MegatronModel, Parallelism
 from services.trainer.megatron.stream import WeightStream
 from services.trainer.megatron.weights import WeightMap, load_checkpoint_weights, local_parameters, require_loadable
 from services.trainer.updates.packing import Microbatch
@@ -48,8 +41,8 @@ class MegatronBackend(Backend):
         self._model_path, self.saves_in_background = model_path, config.megatron.async_save
         key = f"{'trainer' if role is Role.POLICY else role}.megatron"
         with same_on_all_ranks():
-            self._hf = read_config(model_path)
-            architecture = model_architecture(self._hf)
+            self._hf = settings.read_config(model_path)
+            architecture = settings.model_architecture(self._hf)
             check_layout(  # against the real world size and model, before any process group is made
                 config.megatron,
                 dist.get_world_size(),
@@ -57,7 +50,7 @@ class MegatronBackend(Backend):
                 max_tokens=config.max_tokens_per_microbatch,
                 key=key,
             )
-            require_float8(config.megatron, device, key)
+            settings.require_float8(config.megatron, device, key)
             if role is Role.CRITIC and config.megatron.use_mbridge:
                 raise InvalidInput(f"{key}.use_mbridge: mbridge builds no value models", field=f"{key}.use_mbridge")
             if not config.megatron.dist_checkpointing_path:
@@ -216,7 +209,9 @@ class MegatronBackend(Backend):
             bridged = Bridged.of(self._hf, self._config, self._dtype, is_gpu=is_gpu)
             config, self._map, make_chunk = bridged.config, bridged.weights, bridged.make_chunk
         else:
-            config = transformer_config(layer_settings(self._hf), self._config, self._dtype, is_gpu=is_gpu)
+            config = settings.transformer_config(
+                settings.layer_settings(self._hf), self._config, self._dtype, is_gpu=is_gpu
+            )
             make_chunk = maker(ValueModel if self._role is Role.CRITIC else LogprobModel, config, self._hf)
         built = build_chunks(make_chunk, config, megatron, self._map.model, is_adapted=is_adapted, is_gpu=is_gpu)
         bare = [chunk.to(self.device) for chunk in built]

@@ -21,7 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import DataLoss, InvalidInput, LockstepError, PreconditionFailed
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.trainer.adapters import is_adapter
 from services.trainer.backend import Role
 from services.trainer.checkpoint import manifest as checkpoint
@@ -29,8 +29,7 @@ from services.trainer.checkpoint.ranks import gather_json, same_on_all_ranks
 from services.trainer.compat.megatron.state import group_of, rng_tracker
 from services.trainer.megatron import optimizer as optimizers
 from services.trainer.megatron.model import Chunk, ValueModel
-from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.role import MegatronModel
+from services.trainer.megatron.role import MegatronModel, Parallelism
 from services.trainer.megatron.torch_dist import Sharded, read, saved_shapes, stage, write
 from services.trainer.megatron.weights import HEAD
 

@@ -35,7 +35,7 @@ from services.trainer.compat.megatron.state import rng_tracker
 from services.trainer.compat.torch import CallableParameters, set_class
 from services.trainer.megatron.experts import Offsets
 from services.trainer.megatron.model import Chunk
-from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.role import Parallelism
 from services.trainer.megatron.weights import Part, WeightMap
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")

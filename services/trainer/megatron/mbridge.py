@@ -26,8 +26,7 @@ from services.trainer.checkpoint.ranks import same_on_all_ranks
 from services.trainer.compat.megatron.mbridge import ModelBridge, make_bridge
 from services.trainer.compat.megatron.state import NO_GROUPS, set_groups
 from services.trainer.megatron.model import Chunk, LogprobModel, build_chunks
-from services.trainer.megatron.parallel import Parallelism
-from services.trainer.megatron.role import MegatronModel
+from services.trainer.megatron.role import MegatronModel, Parallelism
 from services.trainer.megatron.settings import (
     latent_rope_settings,
     model_architecture,

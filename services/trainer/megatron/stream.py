@@ -15,7 +15,7 @@ from services.common.weights.plan import ALIGN_BYTES, split_into_runs, take_toge
 from services.trainer.checkpoint.ranks import gather_json
 from services.trainer.compat.torch import storage_id
 from services.trainer.megatron.lora import AdaptedLinear
-from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.role import Parallelism
 from services.trainer.megatron.weights import Part
 
 # A run is consecutive parameters with the same holders, which are sent together: up to this many bytes over all ranks.

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from services.common.errors import InvalidInput
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.trainer.checkpoint.ranks import ThreadedWriter, gather_json, typed_errors
 from services.trainer.compat.megatron.state import torch_tensors
 from services.trainer.compat.torch_checkpoint import read_metadata

@@ -19,11 +19,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from services.common.errors import InternalError
 from services.common.families.architecture import Architecture, Shape
 from services.common.families.layers import Weight
+from services.common.model_card import whole_weights
 from services.trainer.adapters import is_adapter
-from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors, stored_tensors
+from services.trainer.checkpoint.model_files import opened, require_finite, require_tensors
 from services.trainer.megatron.experts import GroupedExperts
 from services.trainer.megatron.model import Chunk, ValueModel
-from services.trainer.megatron.parallel import Parallelism
+from services.trainer.megatron.role import Parallelism
 
 HEAD = "output_layer.weight"
 """The head of a language model and of a critic. The checkpoint that a critic starts from has no critic head."""
@@ -235,7 +236,7 @@ def load_checkpoint_weights(
     parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, parallelism: Parallelism, model_path: str
 ) -> None:
     """Copies only this rank's slices from the files of `model_path`, which `require_loadable` has checked."""
-    stored = stored_tensors(Path(model_path))
+    stored = whole_weights(Path(model_path))
     with contextlib.ExitStack() as stack:
         files = {tensor.file for tensor in stored.values()}
         tensors = {file: stack.enter_context(opened(file)) for file in files}
@@ -262,7 +263,7 @@ def require_loadable(model: Architecture, model_path: str, *, is_critic: bool) -
     tied = {output: embedding} if model.tie_word_embeddings else {}
     after = range(model.num_layers, model.num_layers + model.num_mtp_layers)
     ignored = [rf"^{re.escape(model.family.layers)}\.{number}\." for number in after]
-    require_tensors(stored_tensors(directory), shapes, tied, directory, has_head=not is_critic, ignored=ignored)
+    require_tensors(whole_weights(directory), shapes, tied, directory, has_head=not is_critic, ignored=ignored)
 
 
 def _global_name(name: str, layers: dict[int, int], chunk: Chunk, parallelism: Parallelism) -> str:

@@ -15,11 +15,9 @@ import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, LockstepError, PreconditionFailed, Reason
-from services.common.weights.buckets import Cost, Items, follow, pack, pack_rounds
-from services.common.weights.digest import Sums, WeightDigest
+from services.common.weights.buckets import Cost, Items, Sums, WeightDigest, follow, pack, pack_rounds
 from services.common.weights.group import Transfer, WeightGroup
-from services.common.weights.pairs.ends import PairSender
-from services.common.weights.pairs.link import BACKEND as PAIRS
+from services.common.weights.pairs import PAIRS, PairSender
 from services.common.weights.plan import Bucket, NamedTensors, Plan
 
 SendingMember = WeightGroup | PairSender

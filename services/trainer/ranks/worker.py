@@ -16,21 +16,20 @@ import torch
 import torch.distributed as dist
 from lockstep.types.v1 import types_pb2
 
-from services.common.batches import batch as batches
-from services.common.batches.routed_experts import RoutedExpertsShape, routed_experts_shape
+from services.common import batches
 from services.common.config.load import parse_json
 from services.common.config.trainer import CriticSettings, TrainerConfig
 from services.common.errors import LockstepError, PreconditionFailed, Reason
-from services.common.files.model_card import read_model_card, write_model_card
-from services.common.files.storage import writing
+from services.common.files import writing
 from services.common.json_values import JsonObject
+from services.common.model_card import read_model_card, write_model_card
+from services.common.routed_experts import RoutedExpertsShape, routed_experts_shape
 from services.common.rpc.progress import PROGRESS
-from services.common.weights.buckets import Items
-from services.common.weights.digest import Sums
+from services.common.weights.buckets import Items, Sums
 from services.common.weights.plan import Plan
 from services.trainer.backend import Backend, Role
-from services.trainer.checkpoint import export as exports
 from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.checkpoint import model_files
 from services.trainer.checkpoint.ranks import in_background
 from services.trainer.losses.kinds import Totals, require_importable
 from services.trainer.ranks.calls import Message, rank_command
@@ -294,11 +293,11 @@ class Worker(MemoryCommands):
         try:
             with writing(final):
                 partial = checkpoint.staging(final)
-                card = exports.served_card(read_model_card(self._model_path), files or {})
-                num_bytes = exports.export_hugging_face(weights, card, partial)
+                card = model_files.served_card(read_model_card(self._model_path), files or {})
+                num_bytes = model_files.export_hugging_face(weights, card, partial)
                 if lora.rank:
-                    num_bytes += exports.export_adapter(adapter, lora, self._model_path, partial / "adapter")
-                    write_model_card(exports.tokenizer_card(card), partial / "adapter")
+                    num_bytes += model_files.export_adapter(adapter, lora, self._model_path, partial / "adapter")
+                    write_model_card(model_files.tokenizer_card(card), partial / "adapter")
                 checkpoint.finish_export(final)
         except LockstepError:
             _exhaust(itertools.chain(weights, adapter))  # the other ranks take part to the end
@@ -320,7 +319,7 @@ class Worker(MemoryCommands):
             return Plan.of(base, bucket_bytes=bucket_bytes, slots=numbered)
         self._members = [0]
         adapter = backend.adapter_specs()
-        config_json = json.dumps(exports.adapter_config(lora, self._model_path, [name for name, _ in adapter]))
+        config_json = json.dumps(model_files.adapter_config(lora, self._model_path, [name for name, _ in adapter]))
         return Plan.with_adapter(base, adapter, adapter_config_json=config_json, bucket_bytes=bucket_bytes)
 
     def _published(self, plan: Plan, *, skips_base: bool) -> Items | Iterator[Items]:

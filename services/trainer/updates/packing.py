@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from services.common.batches.batch import decode_sampling_masks, decode_top_k, encode_top_k
-from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common.batches import decode_sampling_masks, decode_top_k, encode_top_k
 from services.common.errors import InvalidInput
+from services.common.routed_experts import RoutedExpertsShape
 from services.trainer.updates.logprobs import Targets
 from services.trainer.updates.softmax import TopK
 
@@ -174,7 +174,7 @@ def _longest_first(lengths: Sequence[int], num_microbatches: int) -> _Microbatch
 
 
 def build_microbatch(samples: pa.Table, shape: RoutedExpertsShape | None = None) -> Microbatch:
-    """Packs all rows of `samples` (common.batches.batch.SAMPLE_SCHEMA), in their order.
+    """Packs all rows of `samples` (common.batches.SAMPLE_SCHEMA), in their order.
 
     `shape` is that of the model's routed experts; without it, or without routed experts in `samples`, the micro-batch
     has none.

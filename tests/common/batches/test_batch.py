@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import FRAME_BYTES, SAMPLE_SCHEMA, decode, encode
+from services.common.batches import FRAME_BYTES, SAMPLE_SCHEMA, decode, encode
 from services.common.errors import InvalidInput
 from services.common.rpc.channel import MAX_MESSAGE_BYTES
 from tests.support import make_batch, raises

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import decode, encode
-from services.common.batches.blocks import BlockCutter, blocks_of, content_sha256, tokens_of_groups
+from services.common.batches import BlockCutter, blocks_of, content_sha256, decode, encode, tokens_of_groups
 from tests.support import make_batch, with_routed_experts
 
 STAMP = PolicyStamp(version=1, digest="d")

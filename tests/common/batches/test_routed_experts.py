@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from lockstep.rollout.v1.rollout_pb2 import CompletionPart
 
-from services.common.batches.routed_experts import RoutedExpertsShape, from_parts, routed_experts_shape, to_parts
 from services.common.errors import InternalError
+from services.common.routed_experts import RoutedExpertsShape, from_parts, routed_experts_shape, to_parts
 
 QWEN3_30B = {
     "model_type": "qwen3_moe",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks, join_sampling_masks
+from services.common.batches import decode_sampling_masks, encode_sampling_masks, join_sampling_masks
 
 SETS = [[3, 9], [], [70000]]
 

@@ -3,7 +3,7 @@
 import hashlib
 import struct
 
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 
 
 def test_tokens_are_little_endian_uint32():

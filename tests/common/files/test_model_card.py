@@ -8,7 +8,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.model_card import card_texts, model_digests, read_model_card, vocab_size_of, write_model_card
+from services.common.model_card import card_texts, model_digests, read_model_card, vocab_size_of, write_model_card
 from tests.support import raises
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.files.storage import open_plain_file, write_whole
+from services.common.files import open_plain_file, write_whole
 
 
 def test_a_file_and_a_link_to_it_are_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidInput
-from services.common.files.model_card import INDEX, WHOLE, Stored, whole_weights
+from services.common.model_card import INDEX, WHOLE, Stored, whole_weights
 
 
 def write(file: Path, header: object, num_bytes: int) -> None:
@@ -54,4 +54,19 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         whole_weights(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
     with pytest.raises(InvalidInput, match=r"a\.safetensors does not exist"):
+        whole_weights(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        write(tmp_path / name, HEADER, 16)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}))
+    with pytest.raises(InvalidInput, match=r"w is in two files, .*a\.safetensors and b\.safetensors"):
+        whole_weights(tmp_path)
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", HEADER, 16)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"v": "a.safetensors"}}))
+    with pytest.raises(InvalidInput, match=rf"{INDEX}: v is not in a\.safetensors"):
         whole_weights(tmp_path)

@@ -15,7 +15,7 @@ from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP
 
 from services.common.errors import InvalidInput
 from services.common.rpc.client import Client
-from services.common.telemetry.trace import fields, formatter, incoming, outgoing, within
+from services.common.telemetry import fields, formatter, incoming, outgoing, within
 from tests.common.telemetry.watched import Service, reward_service
 from tests.support import PATIENCE_S
 

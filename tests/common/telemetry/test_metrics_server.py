@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from services.common.errors import InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.client import Client
 from services.common.rpc.server import Metrics, Page, PageHandler, RpcMetrics
-from services.common.telemetry.trace import Span
+from services.common.telemetry import Span
 from tests.common.telemetry.watched import Service, reward_service, scrape, value
 from tests.support import PATIENCE_S, raises
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.telemetry.trace import Trace, join
+from services.common.telemetry import Trace, join
 
 
 def test_spans_of_two_processes_in_one_file(tmp_path: Path) -> None:

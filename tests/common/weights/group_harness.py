@@ -16,10 +16,9 @@ import torch
 from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 
 from services.common.errors import LockstepError
-from services.common.weights.buckets import pack, unpack
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest, pack, unpack
 from services.common.weights.group import WeightGroup
-from services.common.weights.pairs.ends import PairReceiver
+from services.common.weights.pairs import PairReceiver
 from services.common.weights.plan import Plan
 from services.common.weights.store import StoreAddress
 

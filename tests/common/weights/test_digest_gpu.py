@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from lockstep.types.v1.types_pb2 import TensorSpec, WeightPlan
 
 from services.common.errors import InternalError, InvalidInput
-from services.common.weights.buckets import Span, pack, pack_rounds, unpack
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import Span, WeightDigest, pack, pack_rounds, unpack
 from services.common.weights.plan import ALIGN_BYTES, Plan
 from tests.common.weights.group_harness import CPU, NamedTensor, digest_of, some_weights
 from tests.support import raises
@@ -168,7 +167,7 @@ def test_content_digest_does_not_depend_on_the_scratch_size(monkeypatch: pytest.
     weights = some_weights(large=1000)
     plan = Plan.of(weights, bucket_bytes=1 << 20)
     want = digest_of(plan, weights)
-    monkeypatch.setattr("services.common.weights.digest._CHUNK_WORDS", 3)
+    monkeypatch.setattr("services.common.weights.buckets._CHUNK_WORDS", 3)
     assert digest_of(plan, weights) == want
 
 

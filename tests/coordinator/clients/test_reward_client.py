@@ -13,9 +13,9 @@ from lockstep.reward.v1.reward_pb2_grpc import RewardServiceServicer as RewardSe
 from lockstep.types.v1.types_pb2 import FINISH_REASON_STOP, Completion, PolicyStamp
 
 from services.common.errors import DataLoss, DeadlineExceeded, LockstepError, PreconditionFailed, Reason, Unavailable
-from services.common.files.transfer import seal
 from services.common.rpc.fence import new_token
 from services.common.rpc.server import Server
+from services.common.rpc.transfer import seal
 from services.coordinator.clients import reward as clients
 from services.coordinator.clients.reward import Reward
 from services.coordinator.data.groups import Episode, SampledGroup

@@ -10,7 +10,6 @@ import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp, SamplingParams
 
-from services.common.batches.routed_experts import to_parts
 from services.common.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -23,7 +22,8 @@ from services.common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from services.common.files.transfer import seal
+from services.common.routed_experts import to_parts
+from services.common.rpc.transfer import seal
 from services.coordinator.clients import replicas as replica_set
 from services.coordinator.clients.replica import Replica, ReplicaState
 from services.coordinator.clients.rollout import Affinity, Rollout

@@ -20,7 +20,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.run import Config
 from services.common.errors import LockstepError
-from services.common.files.model_card import read_model_card
+from services.common.model_card import read_model_card
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server
 from services.coordinator.daemon.client import Coordinator

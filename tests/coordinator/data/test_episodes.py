@@ -2,7 +2,7 @@
 
 from lockstep.types.v1.types_pb2 import Completion
 
-from services.common.batches.batch import encode_sampling_masks, join_sampling_masks
+from services.common.batches import encode_sampling_masks, join_sampling_masks
 from services.coordinator.data.groups import Stream
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.coordinator.data.groups import Episode, ScoredGroup, to_table
 from tests.coordinator.fake_services import make_prompt
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.config.placement import RestartConfig
+from services.common.config.operation import RestartConfig
 from services.common.errors import InternalError, LockstepError, Reason, Unavailable
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.fleet.running import Sessions

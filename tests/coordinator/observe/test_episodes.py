@@ -10,7 +10,7 @@ from lockstep.coordinator.v1 import coordinator_pb2 as pb
 from lockstep.types.v1.types_pb2 import PolicyStamp
 from rich.console import Console
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.coordinator.daemon.client import _show
 from services.coordinator.observe.terminal import LastSample, Terminal
 from services.coordinator.runs.record import batch_path

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.errors import InvalidInput, LockstepError, NotFound
 from services.coordinator.observe.report import curves, samples
 from services.coordinator.observe.report.page import gather, render, write_report

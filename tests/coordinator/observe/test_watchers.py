@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
+from services.common import telemetry as otel_module
 from services.common.errors import InvalidInput, Unavailable
-from services.common.telemetry import trace as otel_module
-from services.common.telemetry.trace import Otel, Trace
+from services.common.telemetry import Otel, Trace
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Rollout
 from services.coordinator.data.groups import to_table

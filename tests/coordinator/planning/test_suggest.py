@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.common.config.load import load
-from services.common.config.placement import BUCKET_BYTES
+from services.common.config.operation import BUCKET_BYTES
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, NotFound, Reason, Unavailable
 from services.coordinator.cli.main import app

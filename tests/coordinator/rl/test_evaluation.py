@@ -18,13 +18,13 @@ from lockstep.rollout.v1 import rollout_pb2 as pb
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 from pydantic import ValidationError
 
-from services.common.batches.batch import tokens_sha256
+from services.common.batches import tokens_sha256
 from services.common.config.evaluation import EvalSetConfig
 from services.common.config.load import load
 from services.common.config.rollout import SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, Reason
-from services.common.files.transfer import seal
+from services.common.rpc.transfer import seal
 from services.coordinator.rl.evaluation import eval_sampling, evaluate, pass_at_k
 from services.coordinator.runs.clock import Phase
 from services.coordinator.runs.ledger import Kind
@@ -159,7 +159,7 @@ async def test_numbers_and_samples_of_every_set(evaluated: tuple[Run, Replica, d
 def test_the_time_of_an_evaluation_is_told_with_it_and_not_with_the_next_step(tmp_path: Path, monkeypatch):
     seconds = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(seconds), time_ns=time.time_ns)
-    for module in ("services.coordinator.runs.clock", "services.common.telemetry.trace"):
+    for module in ("services.coordinator.runs.clock", "services.common.telemetry"):
         monkeypatch.setattr(f"{module}.time", clock)
     told: list[dict[str, float]] = []
     reporter = Reporter()

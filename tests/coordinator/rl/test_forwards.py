@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.reward.v1.reward_pb2 import Score
 from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp
 
-from services.common.batches.blocks import blocks_of
+from services.common.batches import blocks_of
 from services.common.config.streaming import block_cutter
 from services.common.errors import InternalError
 from services.coordinator.data.groups import ScoredGroup, to_table

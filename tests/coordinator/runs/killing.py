@@ -17,8 +17,8 @@ from lockstep.reward.v1 import environment_pb2_grpc, reward_pb2_grpc
 from lockstep.rollout.v1 import rollout_pb2
 from lockstep.trainer.v1 import trainer_pb2_grpc
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import content_sha256
+from services.common import batches
+from services.common.batches import content_sha256
 from services.common.config.run import Config
 from services.common.rpc.client import Client
 from services.common.rpc.server import Server

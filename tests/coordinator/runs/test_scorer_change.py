@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 
 from services.common.config.evaluation import EvalSetConfig, EvaluationConfig
 from services.common.config.run import Config
-from services.common.files.transfer import seal
+from services.common.rpc.transfer import seal
 from services.coordinator.observe.console import literal_console
 from services.coordinator.observe.frontend import Outcome, show
 from services.coordinator.observe.report.summary import head

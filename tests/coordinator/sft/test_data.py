@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.config.sft import SftDataConfig
 from services.common.errors import InvalidInput, NotFound
 from services.coordinator.data.order import EpochOrder

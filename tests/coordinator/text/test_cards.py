@@ -12,12 +12,12 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from transformers import AutoTokenizer, GenerationConfig
 
 from services.common.config.data import FilesConfig
-from services.common.files.model_card import card_texts, read_model_card, write_model_card
+from services.common.model_card import card_texts, read_model_card, write_model_card
 from services.common.rpc.server import Server
 from services.coordinator.clients.trainer import Trainer
 from services.coordinator.text.cards import served_files
 from services.coordinator.text.tokenizer import Tokenizer
-from services.trainer.checkpoint.export import export_hugging_face, served_card, tokenizer_card
+from services.trainer.checkpoint.model_files import export_hugging_face, served_card, tokenizer_card
 from tests.coordinator.conftest import CHATML
 from tests.coordinator.fake_services import make_config
 

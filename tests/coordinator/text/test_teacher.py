@@ -9,7 +9,7 @@ import pytest
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput
-from services.common.files.model_card import read_model_card
+from services.common.model_card import read_model_card
 from services.coordinator.text.cards import require_same_tokens, require_teacher
 from tests.support import ROOT, raises
 

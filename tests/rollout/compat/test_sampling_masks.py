@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput, GPUModelRunner
 
-from services.common.batches.batch import encode_sampling_masks
+from services.common.batches import encode_sampling_masks
 from services.common.errors import InternalError, InvalidInput
 from services.rollout.compat import recorded
 from tests.support import raises

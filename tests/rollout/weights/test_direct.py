@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.common.weights.digest import WeightDigest
+from services.common.weights.buckets import WeightDigest
 from services.rollout import loading
 from services.rollout.compat.worker import reload_weights
 from services.rollout.loading import Copy, DirectMap, Piece, Place, Recorder

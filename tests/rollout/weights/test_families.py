@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 from lockstep.rollout.v1 import rollout_pb2 as pb
 
-from services.common.batches.routed_experts import from_parts, routed_experts_shape
+from services.common.routed_experts import from_parts, routed_experts_shape
 from tests.rollout.rollout_stack import GREEDY_TOKENS, PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.rollout.weights.test_publication import (
     LENGTH,

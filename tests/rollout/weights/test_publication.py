@@ -13,9 +13,9 @@ from lockstep.trainer.v1 import trainer_pb2
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Completion, PolicyStamp
 
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.errors import Aborted
-from services.common.files.transfer import from_messages, to_messages
+from services.common.rpc.transfer import from_messages, to_messages
 from services.coordinator.clients.trainer import whole_batch
 from tests.rollout.rollout_stack import GREEDY_TOKENS, PROMPTS, Stack, completions, greedy_by_transformers, load_model
 from tests.support import PATIENCE_S, raises

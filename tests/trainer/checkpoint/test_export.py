@@ -9,7 +9,7 @@ import torch
 from lockstep.types.v1.types_pb2 import ModelCard
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint.export import export_hugging_face
+from services.trainer.checkpoint.model_files import export_hugging_face
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from lockstep.types.v1.types_pb2 import ModelCard
 from safetensors.torch import load_file
 
 from services.common.errors import DataLoss, InvalidInput, LockstepError, NotFound
-from services.trainer.checkpoint import export
 from services.trainer.checkpoint import manifest as checkpoint
+from services.trainer.checkpoint import model_files
 from services.trainer.checkpoint.manifest import TrainState, begin, finish, staging, verify
 from tests.support import raises
 
@@ -159,7 +159,7 @@ CARD = ModelCard(files={"config.json": b'{"model_type": "x"}', "tokenizer.json":
 
 
 def test_export_is_cut_into_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_SHARD_BYTES", 100)
+    monkeypatch.setattr(model_files, "_SHARD_BYTES", 100)
     weights = {
         "a": torch.arange(10.0),
         "large": torch.arange(100.0),
@@ -167,7 +167,7 @@ def test_export_is_cut_into_shards_with_an_index(tmp_path: Path, monkeypatch: py
         "c": torch.arange(13.0),
         "transposed": torch.arange(6.0).reshape(2, 3).T,
     }
-    assert export.export_hugging_face(weights.items(), CARD, tmp_path) == sum(t.nbytes for t in weights.values())
+    assert model_files.export_hugging_face(weights.items(), CARD, tmp_path) == sum(t.nbytes for t in weights.values())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == list(weights)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
@@ -189,7 +189,7 @@ def test_an_export_says_the_dtype_of_its_weights(tmp_path: Path) -> None:
             directory = tmp_path / f"{key}-{dtype}"
             directory.mkdir()
             weights = {"a": torch.ones(100, dtype=dtype), "scale": torch.ones(1, dtype=torch.float64)}
-            export.export_hugging_face(weights.items(), card, directory)
+            model_files.export_hugging_face(weights.items(), card, directory)
             written = json.loads((directory / "config.json").read_text())
             assert written == config | {key: str(dtype).removeprefix("torch.")}
 

@@ -9,7 +9,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from torch.distributed import DistError
 
-from services.common.batches import batch as batches
+from services.common import batches
 from services.common.errors import DataLoss, InternalError, PreconditionFailed, Reason
 from services.common.weights.store import StoreAddress, StoreClient
 from tests.support import PATIENCE_S, raises

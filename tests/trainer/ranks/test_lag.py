@@ -8,7 +8,7 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.blocks import BlockCutter, blocks_of
+from services.common.batches import BlockCutter, blocks_of
 from services.common.errors import LockstepError, PreconditionFailed, Reason
 from services.coordinator.clients.trainer import BlockStream, whole_batch
 from tests.support import PATIENCE_S, make_batch, raises

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.rpc import command as serve
+from services.common import process
 from services.common.rpc.command import REFUSED, ServeOptions
 from services.trainer import command
 from services.trainer.ranks import rank
@@ -87,7 +87,7 @@ def test_a_rank_has_the_threads_that_the_command_gives_it(monkeypatch: pytest.Mo
         return torch.get_num_threads()
 
     monkeypatch.setattr(rank, "run", run)
-    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(process, "configure_logging", lambda *_: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK"):

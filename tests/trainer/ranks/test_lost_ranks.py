@@ -11,7 +11,7 @@ import pytest
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
-from services.common.batches.blocks import BlockCutter, blocks_of
+from services.common.batches import BlockCutter, blocks_of
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InternalError, Reason
 from services.trainer.backend import Role

@@ -15,8 +15,8 @@ from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.trainer.v1.trainer_pb2_grpc import TrainerServiceServicer as TrainerService
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches import batch as batches
-from services.common.batches.blocks import BlockCutter, blocks_of
+from services.common import batches
+from services.common.batches import BlockCutter, blocks_of
 from services.common.errors import DataLoss, InternalError, InvalidInput, PreconditionFailed, Reason
 from services.common.rpc.fence import new_token
 from services.coordinator.clients.trainer import BlockStream

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.batches.blocks import BlockCutter, blocks_of, trained_tokens
+from services.common.batches import BlockCutter, blocks_of, trained_tokens
 from services.common.errors import InternalError
 from services.trainer.backend import Role
 from services.trainer.samples import train_parts

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from lockstep.trainer.v1 import trainer_pb2 as pb
 from lockstep.types.v1.types_pb2 import ModelCard, PolicyStamp
 
-from services.common.batches import batch as batches
-from services.common.batches.batch import decode_sampling_masks, encode_sampling_masks
-from services.common.batches.blocks import packed_lengths
-from services.common.batches.routed_experts import RoutedExpertsShape
+from services.common import batches
+from services.common.batches import decode_sampling_masks, encode_sampling_masks, packed_lengths
 from services.common.config.trainer import TrainerConfig
 from services.common.errors import InvalidInput
+from services.common.routed_experts import RoutedExpertsShape
 from services.trainer.backend import Role
 from services.trainer.contract import OpenRole, TrainState
 from services.trainer.samples import check_routed_experts, check_sampling_masks, forward_parts

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import replacing, writing
+from services.common.files import replacing, writing
 from services.common.memory import usable_memory
 from services.coordinator.data.reading.record import Record, Unusable
 

@@ -13,9 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from services.common.counted import counted
-from services.common.errors import InvalidInput, LockstepError, NotFound
-from services.common.files.storage import write_whole
+from services.common.errors import InvalidInput, LockstepError, NotFound, counted
+from services.common.files import write_whole
 from services.coordinator.data.prompts import MODEL_CARD
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, samples, summary

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from services.common.batches.batch import is_of_samples
-from services.common.batches.blocks import begins_of_samples
+from services.common.batches import begins_of_samples, is_of_samples
 from services.common.json_values import JsonObject
 from services.coordinator.data.groups import conversation_of
 from services.coordinator.data.reading.parquet import Record

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from services.common.batches.blocks import begins_of_samples
+from services.common.batches import begins_of_samples
 from services.common.config.advantage import AdvantageConfig, KlConfig
 from services.common.errors import InvalidInput
 

@@ -17,8 +17,7 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
-from services.common.counted import counted
-from services.common.errors import InvalidInput
+from services.common.errors import InvalidInput, counted
 from services.common.json_values import JsonMapping, JsonObject
 from services.common.tool_syntax import CALL_TAGS, BadCall, ToolCall, find_calls, read_texts
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed

@@ -18,10 +18,10 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason, PolicyStamp, S
 from services.common.config.rollout import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, LockstepError, PreconditionFailed, Reason
-from services.common.files.storage import write_whole, writing
+from services.common.files import write_whole, writing
 from services.common.rewards import total
 from services.common.tasks import gather
-from services.common.telemetry.trace import span, within
+from services.common.telemetry import span, within
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import ENVIRONMENT, Cause, Rewards
 from services.coordinator.clients.rollout import Rollout

@@ -9,7 +9,7 @@ Import this package before megatron itself: it makes Megatron-Core run on CPU if
     state      reads and sets globals (groups, generators) and the state of optimizers
 """
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 from services.trainer.compat.megatron.cpu_shim import install
 
 require_version("megatron-core")

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import PretrainedConfig
 
-from services.common.compat.versions import require_version
+from services.common.compat import require_version
 
 require_version("mbridge")
 

@@ -13,8 +13,8 @@ import time
 import torch
 from lockstep.types.v1.types_pb2 import WeightGroup, WeightPlan
 
-from services.common.weights.digest import WeightDigest
-from services.common.weights.pairs.ends import PairReceiver
+from services.common.weights.buckets import WeightDigest
+from services.common.weights.pairs import PairReceiver
 from services.common.weights.plan import Plan
 
 GPU = torch.device("cuda", 0)

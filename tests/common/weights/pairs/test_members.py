@@ -8,7 +8,7 @@ from lockstep.types.v1 import pairs_pb2 as pb
 
 from services.common.errors import InvalidInput
 from services.common.process import allow_descriptors
-from services.common.weights.pairs.link import Link, Listener, device_name, partners
+from services.common.weights.pair_link import Link, Listener, device_name, partners
 from tests.common.weights.group_harness import CPU
 
 

@@ -21,9 +21,9 @@ from lockstep.types.v1.types_pb2 import WeightGroup as GroupMessage
 
 from services.common.compat.torch import broadcast, gloo_group
 from services.common.errors import Aborted, InternalError, InvalidInput, PreconditionFailed, Reason
-from services.common.weights.pairs import ends as sender_module
-from services.common.weights.pairs.ends import PairReceiver, PairSender, Spread
-from services.common.weights.pairs.link import NUM_BUFFERS
+from services.common.weights import pairs as sender_module
+from services.common.weights.pair_link import NUM_BUFFERS
+from services.common.weights.pairs import PairReceiver, PairSender, Spread
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore, StoreClient
 from services.trainer.ranks.publish import Publication, send

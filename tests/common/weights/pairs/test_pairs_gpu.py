@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from services.common.errors import Aborted
-from services.common.weights.buckets import pack
-from services.common.weights.digest import WeightDigest
-from services.common.weights.pairs import ends as sender_module
-from services.common.weights.pairs import link
-from services.common.weights.pairs.ends import PairSender
-from services.common.weights.pairs.link import NUM_BUFFERS
+from services.common.weights import pair_link as link
+from services.common.weights import pairs as sender_module
+from services.common.weights.buckets import WeightDigest, pack
+from services.common.weights.pair_link import NUM_BUFFERS
+from services.common.weights.pairs import PairSender
 from services.common.weights.plan import Plan
 from services.common.weights.store import ServedStore
 from services.trainer.ranks.publish import Publication, send

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from services.common.batches.batch import SAMPLE_SCHEMA
+from services.common.batches import SAMPLE_SCHEMA
 from services.common.config.advantage import AdvantageConfig
 from services.coordinator.rl.advantages import ESTIMATORS, compute_advantages
 

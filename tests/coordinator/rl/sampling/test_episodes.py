@@ -13,7 +13,7 @@ from lockstep.types.v1.types_pb2 import PolicyStamp
 from services.common.config.environment import PythonEnvironmentConfig
 from services.common.config.rollout import SamplingConfig
 from services.common.errors import InvalidInput, LockstepError, Reason
-from services.common.files.transfer import seal
+from services.common.rpc.transfer import seal
 from services.common.tasks import gather
 from services.coordinator.clients.environment import EpisodeFailed
 from services.coordinator.data.groups import ScoredGroup, to_table

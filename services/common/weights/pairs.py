@@ -17,7 +17,7 @@ from lockstep.types.v1 import types_pb2
 
 from services.common.errors import Aborted, InvalidInput
 from services.common.weights.group import Epoch, Transfer
-from services.common.weights.pairs.link import (
+from services.common.weights.pair_link import (
     NUM_BUFFERS,
     Link,
     Listener,
@@ -29,6 +29,9 @@ from services.common.weights.pairs.link import (
     partners,
 )
 from services.common.weights.plan import Bucket
+
+PAIRS = "pairs"
+"""Names this transport in a WeightGroup message."""
 
 
 class PairEnd(Epoch):

@@ -24,13 +24,12 @@ from google.protobuf.message import DecodeError
 from lockstep.types.v1 import pairs_pb2 as pb
 
 from services.common.compat import cuda
-from services.common.compat.cuda import device_uuid
 from services.common.errors import InvalidInput
 
 NUM_BUFFERS = 2
 # Both buffers together are kept between publications if they take at most this share of the GPU's memory. Allocating,
 # mapping, unmapping and freeing them would take several ms of each publication. By default, a fifth of a shared GPU is
-# not the engine's (SHARED_UTILIZATION in services/common/config/placement.py).
+# not the engine's (SHARED_UTILIZATION in services/common/config/operation.py).
 _KEPT_SHARE = 0.04
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -296,16 +295,13 @@ def _require_same_user(connection: socket.socket) -> None:
         raise PermissionError(f"the other end runs as user {user}, not {os.getuid()}")
 
 
-BACKEND = "pairs"
-"""Names this transport in a WeightGroup message."""
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
 
 
 def device_name(device: torch.device, index: int) -> str:
     """Returns the UUID of a GPU. On CPU, returns a name of this host and of `index`, which counts ranks or workers."""
     if device.type == "cuda":
-        return device_uuid(device)
+        return cuda.device_uuid(device)
     return f"{_BOOT_ID.read_text().strip()}/{index}"
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from lockstep.types.v1.types_pb2 import ModelCard
 
 from services.common.errors import InvalidInput, NotFound
-from services.common.files.storage import is_there, parse_object, read_regular
+from services.common.files import is_there, parse_object, read_regular
 from services.common.json_values import JsonObject
 
 _REQUIRED = "config.json"
@@ -203,7 +203,7 @@ _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def read_weight_map(directory: Path) -> dict[str, str]:
+def _read_weight_map(directory: Path) -> dict[str, str]:
     """Returns the file of each tensor that the index names; empty if all weights are in model.safetensors.
 
     Raises:
@@ -226,11 +226,6 @@ def read_weight_map(directory: Path) -> dict[str, str]:
     return shards
 
 
-def shard_names(weight_map: Mapping[str, str]) -> list[str]:
-    """Returns the names of the files that hold the weights; `weight_map` is the result of `read_weight_map`."""
-    return sorted(set(weight_map.values())) or [WHOLE]
-
-
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file. `dtype` is safetensors' name, such as BF16."""
@@ -241,16 +236,26 @@ class Stored:
 
 
 def whole_weights(directory: Path) -> dict[str, Stored]:
-    """Returns the tensors of a model by name, all of whose files are there and as long as their headers say."""
+    """Returns the tensors of a model by name, all of whose files are there and as long as their headers say.
+
+    A directory from which other programs could read other weights is refused.
+    """
+    shards = _read_weight_map(directory)
     stored: dict[str, Stored] = {}
-    for name in shard_names(read_weight_map(directory)):
+    for name in sorted(set(shards.values())) or [WHOLE]:
         file = directory / name
         if not is_there(file):
             raise InvalidInput(f"model: {file} does not exist", field="model")
         try:
-            stored |= _read_header(file)
+            header = _read_header(file)
         except ValueError as error:
             raise InvalidInput(f"model: {file} is not a whole safetensors file: {error}", field="model") from error
+        for tensor in sorted(stored.keys() & header.keys())[:1]:
+            raise InvalidInput(f"model: {tensor} is in two files, {stored[tensor].file} and {name}", field="model")
+        stored |= header
+    for tensor, shard in shards.items():
+        if tensor not in stored or stored[tensor].file != directory / shard:
+            raise InvalidInput(f"model: {directory / INDEX}: {tensor} is not in {shard}", field="model")
     return stored
 
 

@@ -10,9 +10,9 @@ from lockstep.reward.v1.reward_pb2 import Candidate, Score, ScoreRequest, ScoreR
 from lockstep.trainer.v1.trainer_pb2 import ROLE_POLICY, ForwardHeader, ForwardRequest, ForwardResponse
 from lockstep.types.v1.types_pb2 import PolicyStamp
 
-from services.common.batches.batch import encode
+from services.common.batches import encode
 from services.common.errors import DataLoss, Reason
-from services.common.files.transfer import from_messages, require_sealed, seal, to_messages
+from services.common.rpc.transfer import from_messages, require_sealed, seal, to_messages
 from tests.support import make_batch, raises
 
 HEADER = ForwardHeader(role=ROLE_POLICY, temperature=1.0)
