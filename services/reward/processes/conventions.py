@@ -6,7 +6,7 @@ The parameters decide: `completions` is one of TRL's (GRPOTrainer._calculate_rew
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from services.common.import_path import require_takes
 from services.common.json_values import JsonMapping, JsonObject
@@ -22,7 +22,7 @@ _ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason
 class Convention:
     """How a function is called, and how its results are read."""
 
-    def __init__(self, function: Callable[..., Any], path: str, arguments: Sequence[str]):
+    def __init__(self, function: Callable[..., object], path: str, arguments: Sequence[str]):
         """`arguments` are the names of those that Lockstep's own functions get, with the scorer's kwargs.
 
         Raises:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from services.reward.errors import FailureReason, ScoringError
@@ -185,8 +185,9 @@ class FunctionExecutor(Executor):
     async def _reply_later(self, result: Awaitable[object], call: Reply) -> Reply:
         return self._reply(await result, call)
 
-    def _reply(self, result: Any, call: Reply) -> Reply:
-        read, num_samples = self._convention.score if self._convention else _as_it_is, call.get("num_samples")
+    def _reply(self, result: object, call: Reply) -> Reply:
+        read: Callable[[object], object] = self._convention.score if self._convention else lambda value: value
+        num_samples = call.get("num_samples")
         if num_samples is None:
             return {"score": _score(read(result), self._path)}
         if isinstance(result, Mapping | Set | str | bytes) or not isinstance(result, Iterable):
@@ -197,11 +198,7 @@ class FunctionExecutor(Executor):
         return {"scores": [_score_or_failure(read(result), self._path) for result in results]}
 
 
-def _as_it_is(result: Any) -> Any:
-    return result
-
-
-def _score(result: Any, path: str) -> float:
+def _score(result: object, path: str) -> float:
     if isinstance(result, ScoringError):
         raise result
     result = child.plain(result)
