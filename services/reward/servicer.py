@@ -39,7 +39,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self.environments = EnvironmentServicer(self._metrics, self._fence)
         self.agents = AgentServicer(self._metrics, self._fence, place)
         self._run: ScoringRun | None = None
-        self._answer = pb.OpenRunResponse()
+        self._answer, self._answer_column = pb.OpenRunResponse(), ""
         self._opened = NO_RUN
         self._changing = asyncio.Lock()
         self._tracebacks = Tracebacks()
@@ -65,7 +65,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         environment = None
         if request.environment_json:
             environment = parse_json(EnvironmentSection, request.environment_json, field="environment_json").root
-        sections = request.config_json + request.environment_json
+        sections = request.config_json + request.environment_json + request.answer_column
         opened = OpenedRun(request.run_id, hashlib.sha256(sections.encode()).hexdigest())
         async with self._changing:
             replaces = not self._fence.is_open
@@ -87,7 +87,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     await run.close()
                     raise
                 self._answer.scorer = run.scorer
-                self._run, self._opened = run, opened
+                self._run, self._opened, self._answer_column = run, opened, request.answer_column
                 log.info("run %s opened: %s %s", request.run_id, run.scorer, self._answer.environment)
             return self._answer
 
@@ -109,7 +109,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         require_run(self._fence, request.run_id, self._opened.run_id)
         assert self._run, "a run is open"
         scorer = self._run.scorer
-        items = _items(request)
+        items = _items(request, self._answer_column)
         self._metrics.queue.inc(len(items))
         try:
             with self._fence.guarding():  # another run would close the scorers
@@ -141,7 +141,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             await run.close()
 
 
-def _items(request: pb.ScoreRequest) -> list[Item]:
+def _items(request: pb.ScoreRequest, answer_column: str) -> list[Item]:
     if not request.candidates:
         raise InvalidInput("candidates: a prompt group has at least one sample", field="candidates")
     extra = parse_object(request.extra_json, field="extra_json")
@@ -155,6 +155,7 @@ def _items(request: pb.ScoreRequest) -> list[Item]:
             num_tokens=candidate.num_tokens,
             finish_reason=finish_reason(candidate.finish_reason, field=f"candidates[{index}].finish_reason"),
             messages=messages,
+            answer_column=answer_column,
         )
         for index, candidate in enumerate(request.candidates)
     ]

@@ -169,6 +169,10 @@ def trl_accuracy(completions, solution, **kwargs):
     return [None if text == "skip" else float(text == gold) for text, gold in zip(texts, solution, strict=True)]
 
 
+def reads_solution(*, completion, extra, **_):
+    return float(completion == extra["solution"])
+
+
 async def trl_shortest(prompts, completions, answer, bonus=0.0, **kwargs):
     await asyncio.sleep(0)
     assert isinstance(prompts[0], str) and kwargs["level"] == [3] * len(prompts)

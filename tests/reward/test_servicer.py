@@ -40,8 +40,8 @@ async def client():
     await server.grpc.stop(0)
 
 
-async def open_run(client: Client, config: dict, run_id: str = "r") -> pb.OpenRunResponse:
-    request = pb.OpenRunRequest(run_id=run_id, config_json=json.dumps(config))
+async def open_run(client: Client, config: dict, run_id: str = "r", **fields: str) -> pb.OpenRunResponse:
+    request = pb.OpenRunRequest(run_id=run_id, config_json=json.dumps(config), **fields)
     return await client.call(RewardService.OpenRun, request, timeout_s=PATIENCE_S)
 
 
@@ -83,6 +83,24 @@ async def test_functions_of_trl_and_verl_score_one_group_together(client, monkey
     chat = [environment_pb2.Message(role="user", content="2 + 2?")]
     response = await score(client, "4", "5", answer="4", extra_json=json.dumps(row), messages=chat)
     assert [dict(one.components) for one in response.scores] == [{"trl": 1, "verl": 1}, {"trl": 0, "verl": 0}]
+
+
+async def test_functions_read_the_answer_by_the_name_of_its_column(client, functions):
+    names = {"trl_accuracy": "trl", "reads_solution": "lockstep"}
+    scorers = [{"kind": "python", "path": f"reward_functions:{path}", "name": name} for path, name in names.items()]
+    chat = [environment_pb2.Message(role="user", content="2 + 2?")]
+
+    async def scored(answer_column: str, extra: dict) -> list[dict]:
+        await open_run(client, {"scorers": scorers, **LONG}, answer_column=answer_column)
+        response = await score(client, "4", "5", answer="4", extra_json=json.dumps(extra), messages=chat)
+        return [dict(one.components) or one.failure.message for one in response.scores]
+
+    assert await scored("solution", {}) == [{"trl": 1, "lockstep": 1}, {"trl": 0, "lockstep": 0}]
+    assert await scored("solution", {"solution": "5"}) == [{"trl": 0, "lockstep": 0}, {"trl": 1, "lockstep": 1}]
+    for other in ("answer", "gold", "reward_model.solution", ""):
+        assert all("no column 'solution'" in failed for failed in await scored(other, {})), other
+    response = await score(client, "4", answer="", messages=chat)  # nor has a row without an answer
+    assert "no column 'solution'" in response.scores[0].failure.message
 
 
 async def test_state_follows_the_run(client):

@@ -108,6 +108,7 @@ class Reward:
         self._client = Client(address, reward_pb2_grpc.RewardServiceStub, transport)
         self._config, self._timeouts, self._renewal = config.reward, config.timeouts, Renewal()
         self._environment_json = config.environment.model_dump_json() if config.environment else ""
+        self._answer_column = config.data.answer_column
         self._num_answers = 0
         self.failures = Counter[str]()
         """Number of training groups with a failure, by scorer and reason."""
@@ -127,7 +128,10 @@ class Reward:
         """
         self.run_id = run_id
         request = pb.OpenRunRequest(
-            run_id=run_id, config_json=self._config.model_dump_json(), environment_json=self._environment_json
+            run_id=run_id,
+            config_json=self._config.model_dump_json(),
+            environment_json=self._environment_json,
+            answer_column=self._answer_column,
         )
         self._renewal.begin(self._client, RewardService.GetInfo, pb.GetInfoRequest(), self._timeouts.lease_s)
         # A service that was stopped together with the run does not come back.

@@ -63,12 +63,12 @@ def examine_scorers(config: Config, addresses: Addresses, prompts: Iterable[Prom
     here = tuple(scorer for scorer in config.reward.scorers if scorer.kind not in _ELSEWHERE)
     if here and not addresses.reward:
         # What a policy may write: the answer itself, and nothing. In an environment, a completion is an episode.
-        rows = [] if config.environment else [_item(prompt) for prompt in islice(prompts, _NUM_TRIED_ROWS)]
+        rows = [] if config.environment else [_item(prompt, config) for prompt in islice(prompts, _NUM_TRIED_ROWS)]
         groups = [[row, {**row, "completion": "", "num_tokens": 0}] for row in rows]
         yield check_scorers(config.reward.model_copy(update={"scorers": here}), groups)
 
 
-def _item(prompt: Prompt) -> dict[str, object]:
+def _item(prompt: Prompt, config: Config) -> dict[str, object]:
     answer = prompt.answer or ""
     return {
         "prompt": prompt.text,
@@ -78,6 +78,7 @@ def _item(prompt: Prompt) -> dict[str, object]:
         "num_tokens": len(answer.split()),
         "finish_reason": "stop",
         "messages": prompt.messages if prompt.messages[0]["role"] else (),
+        "answer_column": config.data.answer_column,
     }
 
 

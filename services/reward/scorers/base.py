@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 from services.common.config.reward import ITEM_FIELDS, PythonConfig, RewardConfig
 from services.reward.errors import FailureReason, ScoringError
@@ -28,10 +28,19 @@ class Item:
     finish_reason: str
     messages: Sequence[object] = ()
     """The messages of which a chat template made `prompt`; empty if it is no template's."""
+    answer_column: str = ""
+    """The dataset's column that has the answers, or a field of one; empty if it is not known."""
 
     def fields(self) -> dict[str, object]:
         """Returns what functions and services of users get."""
         return {name: vars(self)[name] for name in ITEM_FIELDS}
+
+    def with_answer_column(self) -> Self:
+        """Returns the item with the answer in `extra` too, under its column's name. What the row has there stays."""
+        name = self.answer_column
+        if name in ("", "answer") or "." in name or not self.answer:
+            return self
+        return replace(self, extra={name: self.answer, **self.extra})
 
     def column(self, key: str | None, setting: str) -> object:
         """Returns the row's extra column `key`, which the scorer's `setting` names; the answer if it names none."""
@@ -135,6 +144,7 @@ class PythonScorer(WorkerScorer):
             raise ScoringError(FailureReason.ERROR, detail)
 
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
+        items = [item.with_answer_column() for item in items]
         if self._convention == "TRL":
             fields = {**columns(items), "messages": items[0].messages}
         elif self._config.group:

@@ -84,6 +84,21 @@ async def test_a_run_never_takes_the_scores_of_another():
             await rewards(ours)
 
 
+async def test_functions_read_the_answer_by_the_name_of_its_column():
+    function = {"kind": "python", "path": "tests.reward.reward_functions:reads_solution"}
+    config = make_config(reward={"scorers": [function], "on_failure": "fail"})
+    renamed = config.model_copy(update={"data": config.data.model_copy(update={"answer_column": "solution"})})
+    async with serving() as address, contextlib.AsyncExitStack() as stack:
+        for settings in (renamed, config):
+            reward = Reward(address, settings)
+            stack.push_async_callback(reward.close)
+            await reward.open("run")
+            if settings is renamed:
+                assert await rewards(reward) == [1.0]
+        with raises(LockstepError, reason=Reason.REWARD_FAILED):  # the same run with another column opens anew
+            await rewards(reward)
+
+
 async def test_a_run_that_was_replaced_does_not_open_its_scorers_again():
     async with serving() as address, running() as make:
         ours, theirs = make(address, EXACT), make(address, EXACT)

@@ -15,7 +15,7 @@ from services.coordinator.doctor.inputs import examine_inputs, shown
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe import trackers
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
-from tests.coordinator.fake_services import make_config
+from tests.coordinator.fake_services import make_config, make_prompt
 from tests.support import ROOT
 
 
@@ -61,6 +61,14 @@ def test_scorers_score_the_first_rows(name: str, verdict: Verdict, result: str) 
     reward = config_with(reward={"scorers": scorers}).reward
     finding = settings.check_scorers(reward, [[sample("42"), sample("")]] * 2)
     assert (finding.verdict, result in finding.result) == (verdict, True), finding
+
+
+def test_scorers_read_the_answers_of_the_first_rows_by_the_name_of_their_column() -> None:
+    scorer = {"kind": "python", "path": "tests.reward.reward_functions:reads_solution"}
+    data = {"train": "x.parquet", "prompts_per_step": 8, "answer_column": "solution"}
+    config = config_with(reward={"scorers": [scorer]}, data=data)
+    (finding,) = settings.examine_scorers(config, Addresses(), [make_prompt(7)])
+    assert (finding.verdict, "have rewards 1" in finding.result) == (OK, True), finding
 
 
 def test_a_scorer_that_is_too_slow_is_given_more_time() -> None:

@@ -33,14 +33,16 @@ class GetInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[_types_pb2.ServiceInfo, _Mapping]] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
-    __slots__ = ("run_id", "config_json", "environment_json")
+    __slots__ = ("run_id", "config_json", "environment_json", "answer_column")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_JSON_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_COLUMN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     config_json: str
     environment_json: str
-    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., environment_json: _Optional[str] = ...) -> None: ...
+    answer_column: str
+    def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., environment_json: _Optional[str] = ..., answer_column: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
     __slots__ = ("scorer", "environment", "tools_json", "roles")
