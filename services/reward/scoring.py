@@ -62,6 +62,10 @@ class ScoringRun:
         parts = zip(self._config.scorers, self._scorers, strict=True)
         return " + ".join(f"{config.component} {scorer.version} x {config.weight:g}" for config, scorer in parts)
 
+    @property
+    def reads_tokens(self) -> bool:
+        return any(scorer.reads_tokens for scorer in self._scorers)
+
     async def open(self) -> None:
         """Starts all scorers. Raises InvalidInput, which names the first that cannot start."""
         results = await asyncio.gather(*(scorer.open() for scorer in self._scorers), return_exceptions=True)

@@ -86,7 +86,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 except BaseException:  # cancellation too: no process may be left running
                     await run.close()
                     raise
-                self._answer.scorer = run.scorer
+                self._answer.scorer, self._answer.reads_tokens = run.scorer, run.reads_tokens
                 self._run, self._opened, self._answer_column = run, opened, request.answer_column
                 log.info("run %s opened: %s %s", request.run_id, run.scorer, self._answer.environment)
             return self._answer
@@ -155,6 +155,7 @@ def _items(request: pb.ScoreRequest, answer_column: str) -> list[Item]:
             num_tokens=candidate.num_tokens,
             finish_reason=finish_reason(candidate.finish_reason, field=f"candidates[{index}].finish_reason"),
             messages=messages,
+            tokens=list(candidate.tokens),
             answer_column=answer_column,
         )
         for index, candidate in enumerate(request.candidates)

@@ -194,7 +194,11 @@ def trl_guards(completions, **kwargs):
 
 
 def trl_token_ids(completion_ids, completions, **kwargs):
-    return [len(ids) for ids in completion_ids]
+    return [sum(ids) for ids in completion_ids]
+
+
+def trl_logs(completions, log_extra):
+    return [1.0 for _ in completions]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

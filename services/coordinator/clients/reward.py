@@ -209,6 +209,8 @@ class Reward:
             if left:
                 result = pb.AgentResult(exit_code=left.exit_code, files=left.files)
                 candidate = {"text": left.text, "num_tokens": left.num_tokens, "agent": result}
+            elif own and self.opened.reads_tokens:
+                candidate["tokens"] = own[-1]
             request.candidates.add(finish_reason=completion.finish_reason, **candidate)
         return request
 

@@ -64,7 +64,7 @@ def examine_scorers(config: Config, addresses: Addresses, prompts: Iterable[Prom
     if here and not addresses.reward:
         # What a policy may write: the answer itself, and nothing. In an environment, a completion is an episode.
         rows = [] if config.environment else [_item(prompt, config) for prompt in islice(prompts, _NUM_TRIED_ROWS)]
-        groups = [[row, {**row, "completion": "", "num_tokens": 0}] for row in rows]
+        groups = [[row, {**row, "completion": "", "num_tokens": 0, "tokens": []}] for row in rows]
         yield check_scorers(config.reward.model_copy(update={"scorers": here}), groups)
 
 
@@ -76,6 +76,7 @@ def _item(prompt: Prompt, config: Config) -> dict[str, object]:
         "extra": prompt.extra,
         "completion": answer,
         "num_tokens": len(answer.split()),
+        "tokens": list(range(len(answer.split()))),
         "finish_reason": "stop",
         "messages": prompt.messages if prompt.messages[0]["role"] else (),
         "answer_column": config.data.answer_column,

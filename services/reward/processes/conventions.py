@@ -13,7 +13,7 @@ from services.common.json_values import JsonMapping, JsonObject
 from services.reward.errors import FailureReason, ScoringError
 
 _MARKS = {"completions": "TRL", "solution_str": "verl"}
-_ONLY_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+_ONLY_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of the rows; TRL leaves them out too
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason", "messages")
@@ -40,6 +40,7 @@ class Convention:
         # Without a value for them, none of these functions could be called with Lockstep's arguments.
         marks = [_MARKS[name] for name in self._required if name in _MARKS and name not in arguments]
         self.name = marks[0] if marks else "Lockstep"
+        self.reads_tokens = self.name == "TRL" and "completion_ids" in self._names.difference(arguments)
         if self.name == "Lockstep":
             require_takes(function, path, (), dict.fromkeys(arguments))
         elif self.name == "TRL":
@@ -62,7 +63,8 @@ class Convention:
             raise ScoringError(FailureReason.INVALID_ANSWER, detail)
         if not self._takes_any:
             return {name: value for name, value in passed.items() if name in self._names}
-        return {**{name: _NotPassed(name) for name in (_ONLY_TRL if self.name == "TRL" else ())}, **passed}
+        absent = ("completion_ids", *_ONLY_TRL) if self.name == "TRL" else ()
+        return {**{name: _NotPassed(name) for name in absent}, **passed}
 
     def score(self, result: object) -> object:
         """Returns the score in one sample's result: TRL adds nothing for None, and verl reads `score` of a dict."""
@@ -108,6 +110,9 @@ class _NotPassed:
         self._name = name
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(_not_passed(f"it uses {self._name}, which", "TRL"))
+        message = _not_passed(f"it uses {self._name}, which", "TRL")
+        if self._name == "completion_ids":  # tokens are sent only to functions that are known to read them
+            message = f"{message.partition(':')[0]} without that parameter: add completion_ids to its parameters"
+        raise TypeError(message)
 
     __getattr__ = __call__ = __iter__ = __len__ = __bool__ = __getitem__ = _refuse

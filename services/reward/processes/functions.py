@@ -169,7 +169,7 @@ class FunctionExecutor(Executor):
         self._path = path
         self._convention = Convention(self._function, path, arguments) if arguments else None
         if self._convention:
-            self.facts = {"convention": self._convention.name}
+            self.facts = {"convention": self._convention.name, "reads_tokens": self._convention.reads_tokens}
         methods = (self._function, getattr(self._function, "__call__", None))  # noqa: B004
         self.is_concurrent = any(map(inspect.iscoroutinefunction, methods))
         self._runner = asyncio.Runner()

@@ -28,6 +28,8 @@ class Item:
     finish_reason: str
     messages: Sequence[object] = ()
     """The messages of which a chat template made `prompt`; empty if it is no template's."""
+    tokens: Sequence[int] = ()
+    """Those of `completion`, special ones too; empty if no scorer reads them."""
     answer_column: str = ""
     """The dataset's column that has the answers, or a field of one; empty if it is not known."""
 
@@ -59,6 +61,7 @@ class Scorer:
     """
 
     version: str
+    reads_tokens = False
 
     async def open(self) -> None:
         """Starts what the scorer needs. Raises ScoringError if it cannot start."""
@@ -132,7 +135,7 @@ class PythonScorer(WorkerScorer):
     async def open(self) -> None:
         await super().open()
         self.version = self._pool.version  # the hash of the source file that the workers loaded
-        self._convention = self._pool.facts["convention"]
+        self._convention, self.reads_tokens = self._pool.facts["convention"], self._pool.facts["reads_tokens"]
         log.info(
             "scorer %s: %s is called with the arguments of %s",
             self._config.component,
@@ -147,6 +150,13 @@ class PythonScorer(WorkerScorer):
         items = [item.with_answer_column() for item in items]
         if self._convention == "TRL":
             fields = {**columns(items), "messages": items[0].messages}
+            if self.reads_tokens:
+                fields["completion_ids"] = [item.tokens for item in items]
+                if any(item.num_tokens and not item.tokens for item in items):
+                    detail = (
+                        f"{self._config.path} takes completion_ids, which what an agent leaves behind does not have"
+                    )
+                    raise ScoringError(FailureReason.ERROR, detail)
         elif self._config.group:
             fields = columns(items)
         else:

@@ -99,6 +99,23 @@ async def test_functions_read_the_answer_by_the_name_of_its_column():
             await rewards(reward)
 
 
+async def test_tokens_are_sent_only_to_scorers_that_read_them():
+    function = {"kind": "python", "path": "tests.reward.reward_functions:trl_token_ids"}
+    tokens = [5, 7, 9, 2]
+    of_two_turns = Episode([0, 2], [1, 4], [0.0, 0.0], "tools 1")
+    group = replace(GROUP, completions=[Completion(tokens=tokens, finish_reason=FINISH_REASON_STOP)])
+    async with serving() as address, running() as make:
+        for scorers in ([function], [EXACT]):
+            reward = make(address, *scorers)
+            await reward.open("run")
+            requests = [reward._request(one, TOKENIZER) for one in (group, replace(group, episodes=[of_two_turns]))]
+            sent = [list(request.candidates[0].tokens) for request in requests]
+            assert sent == ([tokens, tokens[2:]] if scorers == [function] else [[], []])
+            if scorers == [function]:
+                scored = await reward.score(group, TOKENIZER)
+                assert scored and scored.rewards.tolist() == [sum(tokens)]
+
+
 async def test_a_run_that_was_replaced_does_not_open_its_scorers_again():
     async with serving() as address, running() as make:
         ours, theirs = make(address, EXACT), make(address, EXACT)

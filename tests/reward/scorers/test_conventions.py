@@ -45,11 +45,27 @@ async def test_a_function_of_trl_gets_the_text_that_was_continued(open_run, make
     assert await rewards(open_run, scorer("trl_continues"), items) == [1.0, 0.0]
 
 
+async def test_a_function_of_trl_gets_the_tokens_that_it_takes(open_run, make_item):
+    items = [make_item("4", tokens=[19, 2], num_tokens=2), make_item("", num_tokens=0)]
+    assert await rewards(open_run, scorer("trl_token_ids"), items) == [21.0, 0.0]
+    async with open_run(scorer("trl_token_ids"), num_workers=1) as run:
+        assert run.reads_tokens
+        (outcome,) = await run.score([make_item("4")])
+    assert "takes completion_ids, which what an agent leaves behind does not have" in outcome.failure.detail
+    for function in (scorer("trl_token_ids", kwargs={"completion_ids": [[1], [2]]}), {"kind": "exact"}):
+        async with open_run(function) as run:
+            assert not run.reads_tokens
+
+
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [
         ("trl_accuracy", {"extra": {"answer": "4"}}, "no column 'solution', which reward_functions:trl_accuracy takes"),
-        ("trl_lengths", {}, "it uses completion_ids, which Lockstep does not pass to a function of TRL"),
+        (
+            "trl_lengths",
+            {"tokens": [19, 2]},
+            "it uses completion_ids, which Lockstep does not pass to a function of TRL without that parameter: add",
+        ),
         ("trl_guards", {}, "it uses log_metric, which"),
         ("compute_score", {"extra": {"extra_info": {}}}, "no column 'data_source'"),
         (
@@ -70,7 +86,7 @@ async def test_what_cannot_be_passed_is_a_failure_that_names_it(open_run, make_i
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (scorer("trl_token_ids"), "takes completion_ids, which Lockstep does not pass to a function of TRL"),
+        (scorer("trl_logs"), "takes log_extra, which Lockstep does not pass to a function of TRL"),
         (scorer("verl_with_router"), "takes reward_router_address, which Lockstep does not pass to a function of verl"),
         (scorer("compute_score", group=True), "takes one sample: leave out group"),
     ],

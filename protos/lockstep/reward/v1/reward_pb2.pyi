@@ -45,16 +45,18 @@ class OpenRunRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., config_json: _Optional[str] = ..., environment_json: _Optional[str] = ..., answer_column: _Optional[str] = ...) -> None: ...
 
 class OpenRunResponse(_message.Message):
-    __slots__ = ("scorer", "environment", "tools_json", "roles")
+    __slots__ = ("scorer", "environment", "tools_json", "roles", "reads_tokens")
     SCORER_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    READS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     scorer: str
     environment: str
     tools_json: str
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, scorer: _Optional[str] = ..., environment: _Optional[str] = ..., tools_json: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    reads_tokens: bool
+    def __init__(self, scorer: _Optional[str] = ..., environment: _Optional[str] = ..., tools_json: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., reads_tokens: bool = ...) -> None: ...
 
 class CloseRunRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -67,16 +69,18 @@ class CloseRunResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("text", "num_tokens", "finish_reason", "agent")
+    __slots__ = ("text", "num_tokens", "finish_reason", "agent", "tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     num_tokens: int
     finish_reason: _types_pb2.FinishReason
     agent: AgentResult
-    def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., agent: _Optional[_Union[AgentResult, _Mapping]] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., num_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., agent: _Optional[_Union[AgentResult, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AgentResult(_message.Message):
     __slots__ = ("exit_code", "files")
