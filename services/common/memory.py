@@ -1,6 +1,6 @@
 """Reads the memory of this host and of a process's device, and explains why a process may have been killed for it."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypedDict
 
 from lockstep.types.v1.types_pb2 import DeviceMemory
@@ -10,13 +10,18 @@ if TYPE_CHECKING:
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 _GIB = 2**30
 
 
-def usable_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> tuple[float, float] | None:
-    """Returns how many GiB this host or its container has, whichever has less, and how many of them are available now,
-    whichever has fewer available; None if neither is known."""
-    known = [memory for memory in (_host_memory(meminfo), _container_memory(cgroup)) if memory]
+def usable_memory(
+    meminfo: Path = MEMINFO, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP
+) -> tuple[float, float] | None:
+    """Returns how many GiB this process may use, and how many of them are available now; None if neither is known.
+
+    Both are the smallest of the host's, of a container's, and of a job's (Slurm's --mem, systemd's MemoryMax).
+    """
+    known = [memory for memory in (_host_memory(meminfo), *_limits(cgroup, membership)) if memory]
     return (min(total for total, _ in known), min(free for _, free in known)) if known else None
 
 
@@ -26,36 +31,50 @@ def _host_memory(meminfo: Path) -> tuple[float, float] | None:
     return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
 
 
-def _container_memory(cgroup: Path) -> tuple[float, float] | None:
-    """Returns the limit of a container and what it leaves, in GiB; None without a limit."""
-    for folder, limit_file, used_file, prefix in (
-        (cgroup, "memory.max", "memory.current", ""),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),  # cgroup v1
+def _limits(cgroup: Path, membership: Path) -> list[tuple[float, float]]:
+    """Returns each limit that holds for this process, and what it leaves, in GiB."""
+    limits: list[tuple[float, float]] = []
+    for folders, limit_file, used_file, prefix in (
+        (_cgroups(cgroup, "", membership), "memory.max", "memory.current", ""),
+        (_cgroups(cgroup / "memory", "memory", membership), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
-        if limit.isdecimal() and used.isdecimal():
-            stat = _numbers(folder / "memory.stat")
-            # The kernel takes back the pages of files before it kills: what was read before does not count as used.
-            cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
-            free = max(int(limit) - max(int(used) - cached, 0), 0)
-            return int(limit) / _GIB, free / _GIB
-    return None
+        for folder in folders:
+            limit, used = ("".join(_lines(folder / name)) for name in (limit_file, used_file))
+            if limit.isdecimal() and used.isdecimal():
+                stat = _numbers(folder / "memory.stat")
+                # The kernel takes back the pages of files before it kills: what was read before does not count as used.
+                cached = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                free = max(int(limit) - max(int(used) - cached, 0), 0)
+                limits.append((int(limit) / _GIB, free / _GIB))
+    return limits
 
 
-def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> str:
+def _cgroups(root: Path, controller: str, membership: Path) -> list[Path]:
+    """Returns the folders of this process's cgroup and of all around it, whose limits hold for it too.
+
+    `controller` is memory for cgroup v1 and empty for v2. Only `root` exists in a container, which sees its own there.
+    """
+    lines = (line.split(":", 2) for line in _lines(membership))
+    paths = [path for _, controllers, path in lines if controller in controllers.split(",")]
+    own = PurePath(paths[0].lstrip("/") if paths else "")
+    return [root / path for path in (own, *own.parents)]
+
+
+def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> str:
     """Returns why a process may have got SIGKILL (exit code -9), with this host's memory and the config key to lower.
 
-    The kernel kills a process when the host, or the container's limit (cgroup v2), has no memory left.
+    The kernel kills a process when the host, or the limit of a container or job (cgroup v2), has no memory left.
     """
     parts: list[str] = []
     if memory := _host_memory(meminfo):
         parts.append("this host has {:.1f} GiB, of which {:.1f} are available now".format(*memory))
-    limit = "".join(_lines(cgroup / "memory.max"))
-    if limit.isdecimal():
-        parts.append(f"this container may use {int(limit) / _GIB:.1f} GiB")
-    events = _numbers(cgroup / "memory.events")
-    if events.get("oom_kill"):
-        parts.append(f"the kernel has killed {events['oom_kill']} processes of this container for memory")
+    folders = _cgroups(cgroup, "", membership)
+    limits = ["".join(_lines(folder / "memory.max")) for folder in folders]
+    if known := [int(limit) for limit in limits if limit.isdecimal()]:
+        parts.append(f"this container or job may use {min(known) / _GIB:.1f} GiB")
+    events = [_numbers(folder / "memory.events") for folder in folders]
+    if num_killed := next((known.get("oom_kill") for known in events if known), None):  # of the innermost
+        parts.append(f"the kernel has killed {num_killed} processes of this container or job for memory")
     numbers = f" ({'; '.join(parts)})" if parts else ""
     return f"something killed it; usually that is the kernel when memory runs out{numbers}: lower {key}"
 

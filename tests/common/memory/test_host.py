@@ -19,8 +19,8 @@ def test_the_hint_has_the_numbers_that_are_known(tmp_path: Path) -> None:
     hint = killed_hint("a.key", meminfo=meminfo, cgroup=tmp_path)
     assert hint.endswith(": lower a.key")
     assert "this host has 16.0 GiB, of which 2.0 are available now" in hint
-    assert "this container may use 4.0 GiB" in hint
-    assert "the kernel has killed 2 processes of this container" in hint
+    assert "this container or job may use 4.0 GiB" in hint
+    assert "the kernel has killed 2 processes of this container or job" in hint
 
 
 def test_unknown_numbers_are_left_out(tmp_path: Path) -> None:
@@ -70,3 +70,29 @@ def test_a_host_without_a_limit_has_its_own_memory(meminfo: Path) -> None:
     (folder / "memory.current").write_text(f"{GIB}\n")
     assert usable_memory(meminfo, folder) == (16.0, 8.0)
     assert usable_memory(folder / "none", folder) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "line"), [(V2, "0::/slurm/job_7/step_0/task_0"), (V1, "4:cpu,memory:/slurm/job_7/step_0/task_0")]
+)
+def test_the_smallest_limit_of_a_job_and_all_around_it_counts(
+    meminfo: Path, files: tuple[str, str, str], line: str
+) -> None:
+    root, membership = meminfo.parent, meminfo.with_name("own")
+    membership.write_text(f"9:name=systemd:/other\n{line}\n5:memory_other:/other\n")
+    sizes = {"slurm": (12, 11), "slurm/job_7": (4, 1), "slurm/job_7/step_0": (6, 1), "slurm/job_8": (1, 1)}
+    for path, (limit_gib, used_gib) in {**sizes, "other": (2, 2)}.items():
+        for name, size_gib in zip(files[:2], (limit_gib, used_gib), strict=True):
+            file = (root / name).parent / path / Path(name).name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{size_gib * GIB}\n")
+    assert usable_memory(meminfo, root, membership) == (4.0, 1.0)  # the job's limit; another job uses the rest
+    if files == V2:
+        (root / "slurm/job_7/memory.events").write_text("oom_kill 2\n")
+        hint = killed_hint("a.key", meminfo=meminfo, cgroup=root, membership=membership)
+        assert "this container or job may use 4.0 GiB; the kernel has killed 2 processes" in hint
+    membership.write_text("0::/\n4:memory:/docker/1f\n")  # a container sees its own at the root
+    assert usable_memory(meminfo, root, membership) == (16.0, 8.0)
+    for name in files[:2]:
+        (root / name).write_text(f"{GIB}\n")
+    assert usable_memory(meminfo, root, membership) == (1.0, 0.0)
