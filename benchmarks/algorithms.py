@@ -16,6 +16,7 @@ ALGORITHMS = {
     "ppo": ["advantage.kind=gae", "critic={warmup_steps: 5, optim: {lr: 1.0e-3}}"],
     "rloo": ["advantage.kind=rloo"],
     "gspo": ["trainer.loss.kind=gspo", "trainer.loss.aggregation=seq_mean_token_mean", "trainer.num_minibatches=2"],
+    "gmpo": ["trainer.loss.kind=gmpo", "trainer.loss.aggregation=seq_mean_token_mean", "trainer.num_minibatches=2"],
     "cispo": ["trainer.loss.kind=cispo", "trainer.num_minibatches=2"],
 }
 
