@@ -190,15 +190,31 @@ def trl_lengths(completions, **kwargs):
 
 
 def trl_guards(completions, **kwargs):
-    return [1.0 if kwargs.get("log_metric") else 0.0 for _ in completions]
+    return [1.0 if kwargs.get("trainer_state") else 0.0 for _ in completions]
 
 
 def trl_token_ids(completion_ids, completions, **kwargs):
     return [sum(ids) for ids in completion_ids]
 
 
-def trl_logs(completions, log_extra):
+def trl_curriculum(completions, trainer_state=None):
     return [1.0 for _ in completions]
+
+
+def trl_logs(completions, log_extra=None, **kwargs):
+    """As TRL's accuracy_reward does: records what it is given to record with."""
+    assert log_extra
+    log_extra("solution", ["4"] * len(completions))
+    kwargs["log_metric"]("accuracy", 0.5)
+    return [1.0 for _ in completions]
+
+
+class _Penalty:
+    def __call__(self, completion_ids, **kwargs):
+        return [-len(ids) for ids in completion_ids]
+
+
+trl_penalty = _Penalty()
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

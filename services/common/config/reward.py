@@ -306,7 +306,7 @@ class PythonConfig(BaseScorerConfig):
     """Call your own function, sync or async, which must be importable on the reward service."""
     path: str = Field(pattern=IMPORT_PATH)
     """Function to call, as package.module:function, which returns a number. It gets prompt, answer, extra, completion,
-    num_tokens and finish_reason by name; with a parameter completions or solution_str, what TRL or verl passes."""
+    num_tokens and finish_reason by name; with completions, completion_ids or solution_str, what TRL or verl passes."""
     kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function."""
     group: bool = False

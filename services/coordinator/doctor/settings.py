@@ -83,6 +83,15 @@ def _item(prompt: Prompt, config: Config) -> dict[str, object]:
     }
 
 
+_FIXES = {
+    "group_timeout_s": "raise reward.group_timeout_s, or ",
+    "TIMEOUT": "raise reward.timeout_s, or ",
+    # The function is one of TRL's, which reads completion[0]["content"].
+    "string indices must be integers": "set data.chat, so that prompts and completions are messages and not text, or ",
+}
+"""What to do about a scorer's failure with these words."""
+
+
 def check_scorers(reward: RewardConfig, groups: Sequence[Sequence[Mapping[str, object]]] = ()) -> Finding:
     """Checks that scorers start, in workers as in a run, and that they can score `groups` of samples.
 
@@ -106,13 +115,12 @@ def check_scorers(reward: RewardConfig, groups: Sequence[Sequence[Mapping[str, o
         return Finding("scorers", "; ".join(found))
     sample, why = failed[0]
     which = f"for the completion {sample['completion']!r:.80} of the prompt {sample['prompt']!r:.80}"
-    limit = "group_timeout_s" if "group_timeout_s" in why else "timeout_s"
-    slow = f"raise reward.{limit}, or " if "TIMEOUT" in why else ""
+    fix = next((fix for words, fix in _FIXES.items() if words in why), "")
     return Finding(
         "scorers",
         f"{why}, {which}; {len(failed)} of {len(samples)} samples made of the first rows fail",
         Verdict.FAIL if all("failure" in outcome for outcome in outcomes[::2]) else Verdict.WARN,
-        f"{slow}correct the function, if it is yours, or the rows" if paths else f"{slow}correct the rows",
+        f"{fix}correct the function, if it is yours, or the rows" if paths else f"{fix}correct the rows",
     )
 
 

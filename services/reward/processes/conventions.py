@@ -1,7 +1,8 @@
 """Calls a reward function with the arguments for which it was written: Lockstep's, TRL's or verl's.
 
-The parameters decide: `completions` is one of TRL's (GRPOTrainer._calculate_rewards), `solution_str` one of verl's
-(compute_score). What TRL passes and Lockstep does not have is refused by name, and is never None.
+The parameters decide: `completions` and `completion_ids` are TRL's (GRPOTrainer._calculate_rewards), `solution_str` is
+verl's (compute_score). What TRL passes and Lockstep does not have is refused by name, and is never None. Only its
+functions that record, which change no reward, are replaced by one that does nothing.
 """
 
 import inspect
@@ -12,8 +13,9 @@ from services.common.import_path import require_takes
 from services.common.json_values import JsonMapping, JsonObject
 from services.reward.errors import FailureReason, ScoringError
 
-_MARKS = {"completions": "TRL", "solution_str": "verl"}
-_ONLY_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
+_MARKS = {"completions": "TRL", "completion_ids": "TRL", "solution_str": "verl"}
+_ONLY_TRL = ("trainer_state", "environments")
+_RECORD = ("log_extra", "log_metric")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of the rows; TRL leaves them out too
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason", "messages")
@@ -59,7 +61,10 @@ class Convention:
         kwargs = {name: value for name, value in fields.items() if name not in _ITEM}
         passed = {**(_of_trl(fields) if self.name == "TRL" else _of_verl(fields)), **kwargs}
         if missing := [name for name in self._required if name not in passed]:
-            detail = f"no column {missing[0]!r}, which {self._path} takes: list it in data.extra_columns, or set kwargs"
+            row = fields["extra"] if self.name == "verl" else fields["extra"][0]
+            has = f"the rows have {', '.join(row) or 'no further columns'}"
+            fix = f"list it in data.extra_columns, or set kwargs; {has}"
+            detail = f"no column {missing[0]!r}, which {self._path} takes: {fix}"
             raise ScoringError(FailureReason.INVALID_ANSWER, detail)
         if not self._takes_any:
             return {name: value for name, value in passed.items() if name in self._names}
@@ -77,7 +82,7 @@ class Convention:
             raise TypeError(_not_passed(f"{self._path} takes {min(names)}, which", self.name))
 
 
-def _of_trl(fields: JsonMapping) -> JsonObject:
+def _of_trl(fields: JsonMapping) -> dict[str, object]:
     prompts, completions, messages = fields["prompt"], fields["completion"], fields["messages"]
     if messages:
         is_continued = messages[-1]["role"] == "assistant"
@@ -86,7 +91,12 @@ def _of_trl(fields: JsonMapping) -> JsonObject:
         prompts = [messages[: len(messages) - is_continued] for _ in completions]
     rows = fields["extra"]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _NO_COLUMNS}
-    return {"answer": fields["answer"], **columns, "prompts": prompts, "completions": completions}
+    recording = dict.fromkeys(_RECORD, _do_nothing)
+    return {"answer": fields["answer"], **columns, **recording, "prompts": prompts, "completions": completions}
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Stands for TRL's log_extra(column, values) and log_metric(name, value)."""
 
 
 def _of_verl(fields: JsonMapping) -> JsonObject:

@@ -63,6 +63,12 @@ def test_scorers_score_the_first_rows(name: str, verdict: Verdict, result: str) 
     assert (finding.verdict, result in finding.result) == (verdict, True), finding
 
 
+def test_a_function_that_reads_messages_where_there_is_text_is_told_of_the_chat_template() -> None:
+    scorers = [{"kind": "python", "path": "tests.reward.reward_functions:trl_accuracy", "kwargs": {"solution": ["42"]}}]
+    reward = config_with(reward={"scorers": scorers}).reward
+    assert_fails(settings.check_scorers(reward, [[sample("42")]]), FAIL, "TypeError: string indices", "set data.chat")
+
+
 def test_scorers_read_the_answers_of_the_first_rows_by_the_name_of_their_column() -> None:
     scorer = {"kind": "python", "path": "tests.reward.reward_functions:reads_solution"}
     data = {"train": "x.parquet", "prompts_per_step": 8, "answer_column": "solution"}

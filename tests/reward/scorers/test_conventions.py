@@ -48,6 +48,7 @@ async def test_a_function_of_trl_gets_the_text_that_was_continued(open_run, make
 async def test_a_function_of_trl_gets_the_tokens_that_it_takes(open_run, make_item):
     items = [make_item("4", tokens=[19, 2], num_tokens=2), make_item("", num_tokens=0)]
     assert await rewards(open_run, scorer("trl_token_ids"), items) == [21.0, 0.0]
+    assert await rewards(open_run, scorer("trl_penalty"), items) == [-2.0, 0.0]
     async with open_run(scorer("trl_token_ids"), num_workers=1) as run:
         assert run.reads_tokens
         (outcome,) = await run.score([make_item("4")])
@@ -55,6 +56,10 @@ async def test_a_function_of_trl_gets_the_tokens_that_it_takes(open_run, make_it
     for function in (scorer("trl_token_ids", kwargs={"completion_ids": [[1], [2]]}), {"kind": "exact"}):
         async with open_run(function) as run:
             assert not run.reads_tokens
+
+
+async def test_what_a_function_of_trl_records_changes_no_reward(open_run, make_item):
+    assert await rewards(open_run, scorer("trl_logs"), [make_item("4"), make_item("5")]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,9 @@ async def test_a_function_of_trl_gets_the_tokens_that_it_takes(open_run, make_it
             {"tokens": [19, 2]},
             "it uses completion_ids, which Lockstep does not pass to a function of TRL without that parameter: add",
         ),
-        ("trl_guards", {}, "it uses log_metric, which"),
+        ("trl_guards", {}, "it uses trainer_state, which"),
+        ("trl_accuracy", {}, "or set kwargs; the rows have no further columns"),
+        ("trl_accuracy", {"extra": {"gold": "4", "level": 1}}, "or set kwargs; the rows have gold, level"),
         ("compute_score", {"extra": {"extra_info": {}}}, "no column 'data_source'"),
         (
             "verl_async",
@@ -79,14 +86,18 @@ async def test_what_cannot_be_passed_is_a_failure_that_names_it(open_run, make_i
     async with open_run(scorer(name), num_workers=1) as run:
         outcomes = await run.score([make_item("4", "4", **row)] * 2)
     assert all(words in outcome.failure.detail for outcome in outcomes)
-    reason = FailureReason.INVALID_ANSWER if "column" in words or "list it" in words else FailureReason.ERROR
+    reason = (
+        FailureReason.INVALID_ANSWER
+        if "column" in words or "kwargs" in words or "list it" in words
+        else FailureReason.ERROR
+    )
     assert {outcome.failure.reason for outcome in outcomes} == {reason}
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (scorer("trl_logs"), "takes log_extra, which Lockstep does not pass to a function of TRL"),
+        (scorer("trl_curriculum"), "takes trainer_state, which Lockstep does not pass to a function of TRL"),
         (scorer("verl_with_router"), "takes reward_router_address, which Lockstep does not pass to a function of verl"),
         (scorer("compute_score", group=True), "takes one sample: leave out group"),
     ],
