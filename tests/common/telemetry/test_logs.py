@@ -127,10 +127,11 @@ async def test_lines_of_a_service_are_about_the_callers_work(service: Service) -
     told = [{name: line.get(name) for name in ("run", "step", "group", "sample")} for line in lines]
     assert told == [
         {"run": None, "step": None, "group": None, "sample": None},
+        {"run": "r-1", "step": None, "group": None, "sample": None},  # how the function is called
         {"run": "r-1", "step": None, "group": None, "sample": None},  # the scorers have started
         {"run": "r-1", "step": None, "group": None, "sample": None},
         {"run": "r-1", "step": 5, "group": "p7", "sample": 1},
         {"run": "r-1", "step": 6, "group": None, "sample": None},
     ]
     assert {line["service"] for line in lines} == {"reward"}
-    assert "could not convert" in lines[3]["message"] and "INVALID_INPUT" in lines[4]["message"]
+    assert "could not convert" in lines[4]["message"] and "INVALID_INPUT" in lines[5]["message"]
