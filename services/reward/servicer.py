@@ -150,6 +150,7 @@ def _items(request: pb.ScoreRequest, answer_column: str) -> list[Item]:
         Item(
             prompt=request.prompt,
             answer=request.answer,
+            answer_is_integer=request.answer_is_integer,
             extra=extra | _left_behind(candidate),
             completion=candidate.text,
             num_tokens=candidate.num_tokens,

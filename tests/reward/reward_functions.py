@@ -173,6 +173,18 @@ def reads_solution(*, completion, extra, **_):
     return float(completion == extra["solution"])
 
 
+def reads_integer(*, completion, answer, extra, column, **_):
+    return float(int(completion) == extra.get(column, answer))
+
+
+def trl_integer_answer(completions, answer, **_):
+    return [float(int(text) == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def trl_integer_solution(completions, solution, **_):
+    return trl_integer_answer(completions, solution)
+
+
 async def trl_shortest(prompts, completions, answer, bonus=0.0, **kwargs):
     await asyncio.sleep(0)
     assert isinstance(prompts[0], str) and kwargs["level"] == [3] * len(prompts)

@@ -103,6 +103,20 @@ async def test_functions_read_the_answer_by_the_name_of_its_column(client, funct
     assert "no column 'solution'" in response.scores[0].failure.message
 
 
+@pytest.mark.parametrize("column", ["answer", "solution"])
+async def test_functions_read_an_answer_that_is_an_integer_as_one(client, functions, column):
+    paths = {"trl": f"trl_integer_{column}", "lockstep": "reads_integer"}
+    scorers = [
+        {"kind": "python", "path": f"reward_functions:{path}", "name": name, "kwargs": {"column": column}}
+        for name, path in paths.items()
+    ]
+    await open_run(client, {"scorers": scorers, **LONG}, answer_column=column)
+    for is_integer in (True, False):
+        response = await score(client, "4", "5", answer="4", answer_is_integer=is_integer, extra_json="{}")
+        right = dict.fromkeys(paths, float(is_integer))
+        assert [dict(one.components) for one in response.scores] == [right, dict.fromkeys(paths, 0.0)]
+
+
 async def test_state_follows_the_run(client):
     async def info() -> types_pb2.ServiceInfo:
         return (await client.call(RewardService.GetInfo, pb.GetInfoRequest(), timeout_s=PATIENCE_S)).info

@@ -194,6 +194,7 @@ class Reward:
             prompt_id=prompt.prompt_id,
             prompt=prompt.text,
             answer=prompt.answer,
+            answer_is_integer=prompt.answer_is_integer,
             extra_json=json.dumps(prompt.extra),
         )
         if prompt.messages[0]["role"]:

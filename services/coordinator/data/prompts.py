@@ -50,6 +50,8 @@ class Prompt:
     environment's first messages, one message with an empty role and the whole text."""
     row_prompt: RowPrompt
     """The prompt of the row itself, before system prompt and chat template: its text, or its list of messages."""
+    answer_is_integer: bool = False
+    """Whether the data has the answer as an integer, of which `answer` is the text."""
 
     def read_as(self, tokens: Sequence[int], tokenizer: Tokenizer) -> "Prompt":
         """Returns the prompt whose `tokens` the model reads: those of the row with an environment's first messages."""
@@ -84,8 +86,10 @@ class Prompts:
 
     def __getitem__(self, index: int) -> Prompt:
         row = self._rows[index]
+        tokens = tuple(row.tokens.tolist())
         return Prompt(
-            row.prompt_id, row.text, tuple(row.tokens.tolist()), row.answer, row.extra, row.messages, row.row_prompt
+            *(row.prompt_id, row.text, tokens, row.answer, row.extra, row.messages, row.row_prompt),
+            answer_is_integer=row.answer_is_integer,
         )
 
     def require_used(self, config: Config, source: str) -> None:

@@ -80,6 +80,7 @@ def _item(prompt: Prompt, config: Config) -> dict[str, object]:
         "finish_reason": "stop",
         "messages": prompt.messages if prompt.messages[0]["role"] else (),
         "answer_column": config.data.answer_column,
+        "answer_is_integer": prompt.answer_is_integer,
     }
 
 

@@ -32,17 +32,21 @@ class Item:
     """Those of `completion`, special ones too; empty if no scorer reads them."""
     answer_column: str = ""
     """The dataset's column that has the answers, or a field of one; empty if it is not known."""
+    answer_is_integer: bool = False
+    """Whether the row has the answer as an integer, of which `answer` is the text."""
 
     def fields(self) -> dict[str, object]:
         """Returns what functions and services of users get."""
         return {name: vars(self)[name] for name in ITEM_FIELDS}
 
     def with_answer_column(self) -> Self:
-        """Returns the item with the answer in `extra` too, under its column's name. What the row has there stays."""
+        """Returns the item with the answer in `extra` too, under its column's name, as the row has it: an integer is
+        one. What `extra` has under that name stays."""
         name = self.answer_column
-        if name in ("", "answer") or "." in name or not self.answer:
+        if not name or "." in name or not self.answer or (name == "answer" and not self.answer_is_integer):
             return self
-        return replace(self, extra={name: self.answer, **self.extra})
+        answer = int(self.answer) if self.answer_is_integer else self.answer
+        return replace(self, extra={name: answer, **self.extra})
 
     def column(self, key: str | None, setting: str) -> object:
         """Returns the row's extra column `key`, which the scorer's `setting` names; the answer if it names none."""

@@ -84,6 +84,18 @@ async def test_a_run_never_takes_the_scores_of_another():
             await rewards(ours)
 
 
+@pytest.mark.parametrize("is_integer", [True, False])
+async def test_an_answer_that_is_an_integer_reaches_functions_as_one(is_integer: bool):
+    path, kwargs = "tests.reward.reward_functions:reads_integer", {"column": "answer"}
+    config = make_config(reward={"scorers": [{"kind": "python", "path": path, "kwargs": kwargs}], "on_failure": "fail"})
+    group = replace(GROUP, prompt=replace(GROUP.prompt, answer_is_integer=is_integer))
+    async with serving() as address, contextlib.AsyncExitStack() as stack:
+        reward = Reward(address, config)
+        stack.push_async_callback(reward.close)
+        await reward.open("run")
+        assert (await reward.score(group, TOKENIZER)).rewards.tolist() == [float(is_integer)]
+
+
 async def test_functions_read_the_answer_by_the_name_of_its_column():
     function = {"kind": "python", "path": "tests.reward.reward_functions:reads_solution"}
     config = make_config(reward={"scorers": [function], "on_failure": "fail"})

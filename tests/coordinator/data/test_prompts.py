@@ -169,12 +169,12 @@ class TestPrompts:
             data = PromptDataset.load(config(path), tokenizer, seed=0, needs_answer=False)
             held_out = load_eval(config("x", eval={"x": str(path)}), tokenizer, needs_answer=False)
             assert held_out["x"][1] == data.prompts[1]
-            return [(prompt.answer, prompt.extra) for prompt in data.prompts]
+            return [(prompt.answer, prompt.answer_is_integer, prompt.extra) for prompt in data.prompts]
 
-        assert answers() == [(None, {}), (None, {})]
-        assert answers(answer=["1", ""]) == [("1", {}), ("", {})]
-        assert answers(answer=["1", None]) == [("1", {}), (None, {})]
-        assert answers(answer=[1, 2]) == [("1", {}), ("2", {})]
+        assert answers() == [(None, False, {}), (None, False, {})]
+        assert answers(answer=["1", ""]) == [("1", False, {}), ("", False, {})]
+        assert answers(answer=["1", None]) == [("1", False, {}), (None, False, {})]
+        assert answers(answer=[1, 2]) == [("1", True, {}), ("2", True, {})]
 
 
 class TestBatches:

@@ -26,7 +26,7 @@ from lockstep.reward.v1 import environment_pb2 as lockstep_dot_reward_dot_v1_dot
 from lockstep.types.v1 import types_pb2 as lockstep_dot_types_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep/reward/v1/reward.proto\x12\x12lockstep.reward.v1\x1a$lockstep/reward/v1/environment.proto\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"?\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\"f\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x18\n\x10\x65nvironment_json\x18\x03 \x01(\t\x12\x15\n\ranswer_column\x18\x04 \x01(\t\"o\n\x0fOpenRunResponse\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x14\n\x0creads_tokens\x18\x05 \x01(\x08\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\"\xa5\x01\n\tCandidate\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x36\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12.\n\x05\x61gent\x18\x04 \x01(\x0b\x32\x1f.lockstep.reward.v1.AgentResult\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\x89\x01\n\x0b\x41gentResult\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x39\n\x05\x66iles\x18\x02 \x03(\x0b\x32*.lockstep.reward.v1.AgentResult.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xc7\x01\n\x0cScoreRequest\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12\x31\n\ncandidates\x18\x05 \x03(\x0b\x32\x1d.lockstep.reward.v1.Candidate\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12-\n\x08messages\x18\x07 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\"]\n\x07\x46\x61ilure\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.lockstep.reward.v1.FailureReason\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb7\x01\n\x05Score\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12=\n\ncomponents\x18\x02 \x03(\x0b\x32).lockstep.reward.v1.Score.ComponentsEntry\x12,\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1b.lockstep.reward.v1.Failure\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Z\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.lockstep.reward.v1.Score\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c*\xa4\x01\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x41ILURE_REASON_TIMEOUT\x10\x01\x12\x1a\n\x16\x46\x41ILURE_REASON_CRASHED\x10\x02\x12!\n\x1d\x46\x41ILURE_REASON_INVALID_ANSWER\x10\x03\x12\x18\n\x14\x46\x41ILURE_REASON_ERROR\x10\x04\x32\xdc\x02\n\rRewardService\x12R\n\x07GetInfo\x12\".lockstep.reward.v1.GetInfoRequest\x1a#.lockstep.reward.v1.GetInfoResponse\x12R\n\x07OpenRun\x12\".lockstep.reward.v1.OpenRunRequest\x1a#.lockstep.reward.v1.OpenRunResponse\x12U\n\x08\x43loseRun\x12#.lockstep.reward.v1.CloseRunRequest\x1a$.lockstep.reward.v1.CloseRunResponse\x12L\n\x05Score\x12 .lockstep.reward.v1.ScoreRequest\x1a!.lockstep.reward.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep/reward/v1/reward.proto\x12\x12lockstep.reward.v1\x1a$lockstep/reward/v1/environment.proto\x1a\x1dlockstep/types/v1/types.proto\"\x10\n\x0eGetInfoRequest\"?\n\x0fGetInfoResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1e.lockstep.types.v1.ServiceInfo\"f\n\x0eOpenRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x18\n\x10\x65nvironment_json\x18\x03 \x01(\t\x12\x15\n\ranswer_column\x18\x04 \x01(\t\"o\n\x0fOpenRunResponse\x12\x0e\n\x06scorer\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\x12\r\n\x05roles\x18\x04 \x03(\t\x12\x14\n\x0creads_tokens\x18\x05 \x01(\x08\"!\n\x0f\x43loseRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x12\n\x10\x43loseRunResponse\"\xa5\x01\n\tCandidate\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x36\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1f.lockstep.types.v1.FinishReason\x12.\n\x05\x61gent\x18\x04 \x01(\x0b\x32\x1f.lockstep.reward.v1.AgentResult\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\x89\x01\n\x0b\x41gentResult\x12\x11\n\texit_code\x18\x01 \x01(\x11\x12\x39\n\x05\x66iles\x18\x02 \x03(\x0b\x32*.lockstep.reward.v1.AgentResult.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xe2\x01\n\x0cScoreRequest\x12\x11\n\tprompt_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\t\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12\x31\n\ncandidates\x18\x05 \x03(\x0b\x32\x1d.lockstep.reward.v1.Candidate\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12-\n\x08messages\x18\x07 \x03(\x0b\x32\x1b.lockstep.reward.v1.Message\x12\x19\n\x11\x61nswer_is_integer\x18\x08 \x01(\x08\"]\n\x07\x46\x61ilure\x12\x31\n\x06reason\x18\x01 \x01(\x0e\x32!.lockstep.reward.v1.FailureReason\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xb7\x01\n\x05Score\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12=\n\ncomponents\x18\x02 \x03(\x0b\x32).lockstep.reward.v1.Score.ComponentsEntry\x12,\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1b.lockstep.reward.v1.Failure\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"Z\n\rScoreResponse\x12)\n\x06scores\x18\x01 \x03(\x0b\x32\x19.lockstep.reward.v1.Score\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c*\xa4\x01\n\rFailureReason\x12\x1e\n\x1a\x46\x41ILURE_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x41ILURE_REASON_TIMEOUT\x10\x01\x12\x1a\n\x16\x46\x41ILURE_REASON_CRASHED\x10\x02\x12!\n\x1d\x46\x41ILURE_REASON_INVALID_ANSWER\x10\x03\x12\x18\n\x14\x46\x41ILURE_REASON_ERROR\x10\x04\x32\xdc\x02\n\rRewardService\x12R\n\x07GetInfo\x12\".lockstep.reward.v1.GetInfoRequest\x1a#.lockstep.reward.v1.GetInfoResponse\x12R\n\x07OpenRun\x12\".lockstep.reward.v1.OpenRunRequest\x1a#.lockstep.reward.v1.OpenRunResponse\x12U\n\x08\x43loseRun\x12#.lockstep.reward.v1.CloseRunRequest\x1a$.lockstep.reward.v1.CloseRunResponse\x12L\n\x05Score\x12 .lockstep.reward.v1.ScoreRequest\x1a!.lockstep.reward.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTRESULT_FILESENTRY']._serialized_options = b'8\001'
   _globals['_SCORE_COMPONENTSENTRY']._loaded_options = None
   _globals['_SCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_FAILUREREASON']._serialized_start=1363
-  _globals['_FAILUREREASON']._serialized_end=1527
+  _globals['_FAILUREREASON']._serialized_start=1390
+  _globals['_FAILUREREASON']._serialized_end=1554
   _globals['_GETINFOREQUEST']._serialized_start=124
   _globals['_GETINFOREQUEST']._serialized_end=140
   _globals['_GETINFORESPONSE']._serialized_start=142
@@ -58,15 +58,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTRESULT_FILESENTRY']._serialized_start=741
   _globals['_AGENTRESULT_FILESENTRY']._serialized_end=785
   _globals['_SCOREREQUEST']._serialized_start=788
-  _globals['_SCOREREQUEST']._serialized_end=987
-  _globals['_FAILURE']._serialized_start=989
-  _globals['_FAILURE']._serialized_end=1082
-  _globals['_SCORE']._serialized_start=1085
-  _globals['_SCORE']._serialized_end=1268
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1219
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1268
-  _globals['_SCORERESPONSE']._serialized_start=1270
-  _globals['_SCORERESPONSE']._serialized_end=1360
-  _globals['_REWARDSERVICE']._serialized_start=1530
-  _globals['_REWARDSERVICE']._serialized_end=1878
+  _globals['_SCOREREQUEST']._serialized_end=1014
+  _globals['_FAILURE']._serialized_start=1016
+  _globals['_FAILURE']._serialized_end=1109
+  _globals['_SCORE']._serialized_start=1112
+  _globals['_SCORE']._serialized_end=1295
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1246
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1295
+  _globals['_SCORERESPONSE']._serialized_start=1297
+  _globals['_SCORERESPONSE']._serialized_end=1387
+  _globals['_REWARDSERVICE']._serialized_start=1557
+  _globals['_REWARDSERVICE']._serialized_end=1905
 # @@protoc_insertion_point(module_scope)

@@ -98,7 +98,7 @@ class AgentResult(_message.Message):
     def __init__(self, exit_code: _Optional[int] = ..., files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id", "messages")
+    __slots__ = ("prompt_id", "prompt", "answer", "extra_json", "candidates", "run_id", "messages", "answer_is_integer")
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class ScoreRequest(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_IS_INTEGER_FIELD_NUMBER: _ClassVar[int]
     prompt_id: str
     prompt: str
     answer: str
@@ -113,7 +114,8 @@ class ScoreRequest(_message.Message):
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     run_id: str
     messages: _containers.RepeatedCompositeFieldContainer[_environment_pb2.Message]
-    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., run_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_environment_pb2.Message, _Mapping]]] = ...) -> None: ...
+    answer_is_integer: bool
+    def __init__(self, prompt_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., extra_json: _Optional[str] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., run_id: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[_environment_pb2.Message, _Mapping]]] = ..., answer_is_integer: bool = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("reason", "scorer", "message")

@@ -42,6 +42,8 @@ class PromptRow(Row):
     messages_json: str = ""
     has_text: bool = True
     """Whether the row's own prompt is text and not messages."""
+    answer_is_integer: bool = False
+    """Whether the file has the answer as an integer, of which `answer` is the text."""
     has_system: bool = False
     """Whether the first of the messages is the system prompt of the config."""
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
@@ -105,7 +107,7 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
     def _read(self, where: str, number: int, record: Record) -> PromptRow:
         names = self.config.prompt_column, self._answer
         prompt, answer = (None if name is None else value_of(record, name) for name in names)
-        if type(answer) is int:  # which True and False are not
+        if answer_is_integer := type(answer) is int:  # which True and False are not
             answer = str(answer)
         others = [name for name in record if name not in names] if self._extra is None else self._extra
         extra = {name: record[name] for name in others if name in record}
@@ -123,7 +125,9 @@ class PromptFile(RowFile[DataConfig, PromptRow, PromptRow]):
         if self.is_templated and has_text and not self.config.chat:
             raise BadRow("the prompt is text, but the file's first one is a list: set data.chat to have both")
         text = messages[0]["content"]  # of a prompt that is text, the whole
-        row = PromptRow(where, number, content_hash, (text,), answer, json.dumps(extra))
+        row = PromptRow(
+            where, number, content_hash, (text,), answer, json.dumps(extra), answer_is_integer=answer_is_integer
+        )
         if not self.is_templated:
             return row
         messages = self._with_system(messages)
