@@ -70,6 +70,7 @@ def _sizes(path: Path) -> Iterator[float]:
     """
     file = pq.ParquetFile(path)
     lengths = [file.schema.column(number).length for number in range(file.metadata.num_columns)]
+    categories = {column.name for column in file.schema_arrow if pa.types.is_dictionary(column.type)}  # stay as stored
     for index in range(file.num_row_groups):
         group = file.metadata.row_group(index)
         columns = [group.column(number) for number in range(group.num_columns)]
@@ -78,13 +79,20 @@ def _sizes(path: Path) -> Iterator[float]:
             yield column.num_values * width
         texts = [column for column in columns if column.physical_type == "BYTE_ARRAY"]
         yield sum(column.total_uncompressed_size for column in texts)
-        repeating = [column for column in texts if "DICTIONARY" in str(column.encodings)]
+        repeating = [column for column in texts if _repeats_texts(column) and column.path_in_schema not in categories]
         stored = {column.path_in_schema: column.total_uncompressed_size for column in repeating}
         names = [name for name, size in stored.items() if size < _MOST_OF_DICTIONARY]
         if names:
             table = pq.ParquetFile(path, read_dictionary=names).read_row_group(index, columns=names)
             size = sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
             yield max(size - sum(map(stored.__getitem__, names)), 0)
+
+
+def _repeats_texts(column: pq.ColumnChunkMetaData) -> bool:
+    """Returns whether a column of texts has a dictionary that can be read: pyarrow reads none beside pages of deltas,
+    which other writers make when a dictionary is full."""
+    encodings = str(column.encodings)
+    return "DICTIONARY" in encodings and "DELTA" not in encodings
 
 
 def _text_bytes(array: pa.Array) -> int:

@@ -306,38 +306,6 @@ def test_a_gzip_file_that_unpacks_to_more_than_the_memory_is_refused(
         read_rows(path, field="data.train")
 
 
-_ROWS = 20_000
-_CHAT = [{"role": "user", "content": "x" * 5000}]
-
-
-@pytest.mark.parametrize(
-    ("column", "num_mib"),
-    [
-        (["x" * 5000] * _ROWS, 95),
-        ([["x" * 5000, None]] * _ROWS, 95),
-        ([_CHAT] * _ROWS, 95),
-        ([{"a": {"b": ["x" * 5000]}}] * _ROWS, 95),
-        (pa.array([[("x" * 5000, "")]] * _ROWS, pa.map_(pa.string(), pa.string())), 95),
-        ([1] * (_ROWS * 600), 91),
-        ([f"{number:05}" * 1000 for number in range(_ROWS)], 95),  # no text twice: the file's own numbers are enough
-    ],
-    ids=["text", "list", "messages", "struct", "map", "integers", "different texts"],
-)
-def test_a_parquet_file_that_unpacks_to_more_than_the_memory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: Any, num_mib: int
-) -> None:
-    """A file has a text once for all rows that have it, so a few kB may be gigabytes of rows."""
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"a": column}), path, compression="zstd")
-    memory = "services.coordinator.data.reading.parquet.usable_memory"
-    # Of the size in memory, offsets and bits that say what is null are some percent.
-    monkeypatch.setattr(memory, lambda: (8.0, 1.05 * num_mib / 1024))
-    assert len(read_rows(path, field="data.train")) == len(column)
-    monkeypatch.setattr(memory, lambda: (8.0, 0.95 * num_mib / 1024))
-    with pytest.raises(InvalidInput, match=r"data\.train: .*x\.parquet takes over 0\.1 GiB .* 0\.1 GiB of memory are"):
-        read_rows(path, field="data.train")
-
-
 def test_a_text_that_no_model_reads_is_not_tokenized(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "1" * 2**25, "answer": "1"}])
     with pytest.raises(InvalidInput, match=r"x\.jsonl line 3: its text has 33,554,432 characters, more than"):
