@@ -115,13 +115,18 @@ class Threaded(Reporter):
         if failure not in self._logged:
             self._logged.add(failure)
             message = "%s did not accept %s (metrics.jsonl has all metrics; the run goes on): %s: %s"
-            log.warning(message, self._name, what, failure[1], error)
+            log.warning(message, self._name, what, failure[1], without_password(str(error)))
 
 
 RUN_TAG = "lockstep_run_id"
 # Characters that MLflow does not allow in a metric's name: pass@4 becomes pass_4.
 _NOT_ALLOWED = re.compile(r"[^\w./ -]")
 _MLFLOW_STATUS = {Ending.FINISHED: "FINISHED", Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
+
+
+def without_password(text: str) -> str:
+    """Returns a text, such as an error of a library, without the user and password of the URLs in it."""
+    return re.sub(r"(?<=://)[^/\s'\"]*@", "", text)
 
 
 def without_store(tracker: TrackerConfig) -> str:
@@ -240,7 +245,6 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
         ) from error
     except Exception as error:  # its library may raise anything
         uri = f" (uri {tracker.uri})" if tracker.kind == "mlflow" and tracker.uri else ""
-        raise PreconditionFailed(
-            f"observability.trackers: {tracker.kind} does not start{uri}: {type(error).__name__}: {error}"
-            + (f"; {fix}" if (fix := without_store(tracker)) else "")
-        ) from error
+        why = without_password(f"{uri}: {type(error).__name__}: {error}")
+        fix = f"; {fix}" if (fix := without_store(tracker)) else ""
+        raise PreconditionFailed(f"observability.trackers: {tracker.kind} does not start{why}{fix}") from error

@@ -196,10 +196,10 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     tmp_path: Path, mlflow: FakeMlflow, caplog: pytest.LogCaptureFixture
 ) -> None:
     with opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}) as run:
-        mlflow.error = ConnectionError("server is gone")
+        mlflow.error = ConnectionError("server https://me:s3@cret@h is gone")
         report(run, 7)
     logged = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(logged) == 2 and all("step 7" in line and "server is gone" in line for line in logged)
+    assert len(logged) == 2 and all("step 7" in line and "server https://h is gone" in line for line in logged)
 
 
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
@@ -217,10 +217,11 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
 def test_a_tracker_that_does_not_start_is_an_error(
     tmp_path: Path, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow, "get_experiment_by_name", lambda name: 1 / 0)
+    uri, why = "https://me:s3@cret@h:5000/x", r"\(uri https://h:5000/x\): OSError: no https://h:5000/x/api"
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", raising(OSError(f"no {uri}/api")))
     with (
-        pytest.raises(PreconditionFailed, match=r"mlflow does not start \(uri http://h:5000\): ZeroDivisionError"),
-        opened(tmp_path, {"kind": "mlflow", "uri": "http://h:5000"}),
+        pytest.raises(PreconditionFailed, match=f"mlflow does not start {why}"),
+        opened(tmp_path, {"kind": "mlflow", "uri": uri}),
     ):
         pass
 
