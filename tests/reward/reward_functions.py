@@ -197,6 +197,11 @@ def trl_continues(completions, prompts, **kwargs):
     return np.array([completion[0]["content"] == "<think>4" for completion in completions])
 
 
+def trl_own_messages(completions, prompts, messages):
+    """Has a parameter of its own that is named as a field of rows."""
+    return [messages * len(prompts[0]) for _ in completions]
+
+
 def trl_lengths(completions, **kwargs):
     return [len(ids) for ids in kwargs.get("completion_ids")]
 

@@ -18,7 +18,7 @@ _ONLY_TRL = ("trainer_state", "environments")
 _RECORD = ("log_extra", "log_metric")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of the rows; TRL leaves them out too
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason", "messages")
+_ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
 
 
 class Convention:
@@ -83,12 +83,13 @@ class Convention:
 
 
 def _of_trl(fields: JsonMapping) -> dict[str, object]:
-    prompts, completions, messages = fields["prompt"], fields["completion"], fields["messages"]
-    if messages:
-        is_continued = messages[-1]["role"] == "assistant"
-        begun = messages[-1]["content"] if is_continued else ""
+    prompts, completions = fields["prompt"], fields["completion"]
+    if not isinstance(prompts[0], str):
+        *_, last = prompts[0]
+        is_continued = last["role"] == "assistant"
+        begun = last["content"] if is_continued else ""
         completions = [[{"role": "assistant", "content": begun + text}] for text in completions]
-        prompts = [messages[: len(messages) - is_continued] for _ in completions]
+        prompts = [messages[: len(messages) - is_continued] for messages in prompts]
     rows = fields["extra"]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _NO_COLUMNS}
     recording = dict.fromkeys(_RECORD, _do_nothing)

@@ -153,7 +153,7 @@ class PythonScorer(WorkerScorer):
     async def score_group(self, items: Sequence[Item]) -> list[float | ScoringError]:
         items = [item.with_answer_column() for item in items]
         if self._convention == "TRL":
-            fields = {**columns(items), "messages": items[0].messages}
+            fields = {**columns(items), "prompt": [item.messages or item.prompt for item in items]}
             if self.reads_tokens:
                 fields["completion_ids"] = [item.tokens for item in items]
                 if any(item.num_tokens and not item.tokens for item in items):

@@ -62,6 +62,11 @@ async def test_what_a_function_of_trl_records_changes_no_reward(open_run, make_i
     assert await rewards(open_run, scorer("trl_logs"), [make_item("4"), make_item("5")]) == [1.0, 1.0]
 
 
+async def test_a_function_of_trl_may_have_its_own_setting_named_messages(open_run, make_item):
+    function = scorer("trl_own_messages", kwargs={"messages": 3})
+    assert await rewards(open_run, function, [make_item(text, messages=CHAT) for text in ("4", "5")]) == [3.0, 3.0]
+
+
 @pytest.mark.parametrize(
     ("name", "row", "words"),
     [
