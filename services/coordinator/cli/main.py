@@ -244,7 +244,7 @@ def init(
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use; by default all of this host.")] = None,
 ) -> None:
     """Write a config with comments for a model, a file of prompts and the GPUs at hand."""
-    from services.coordinator.cli.config import starting_config
+    from services.coordinator.cli.init import starting_config
     from services.coordinator.clients.gpus import visible_gpus
 
     _require_new(out)

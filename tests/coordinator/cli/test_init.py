@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from services.common.config.load import load
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.coordinator.cli.config import starting_config
+from services.coordinator.cli.init import starting_config
 from services.coordinator.cli.main import app
 from services.coordinator.fleet.launch import Addresses
 from services.coordinator.rl.session import load_data

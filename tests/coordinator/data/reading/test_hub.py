@@ -25,7 +25,7 @@ from services.common.errors import LockstepError
 from services.coordinator.data.reading.hub import with_local_models
 from services.coordinator.text.tokenizer import Tokenizer
 from services.common.model_card import read_model_card
-from services.coordinator.cli.config import starting_config
+from services.coordinator.cli.init import starting_config
 def answer(has_weights, *arguments):
     try:
         written = load(Config, arguments)
