@@ -172,7 +172,7 @@ class SampledGroup:
     episodes: Sequence[Episode] = field(default=(), kw_only=True)
     """The episode of each completion; empty without an environment."""
     routed_experts: Sequence[bytes] = field(default=(), kw_only=True)
-    """The routed experts of each completion with its prompt (common.batches.routed_experts); empty if the engine
+    """The routed experts of each completion with its prompt (common.routed_experts); empty if the engine
     returned none."""
     sampling_mask: Sequence[bytes] = field(default=(), kw_only=True)
     """The sampling masks of each completion (common.batches); empty if nothing was truncated."""

@@ -110,7 +110,7 @@ def eval_sampling(settings: EvalSetConfig, training: SamplingConfig) -> Sampling
 
 
 def set_metrics(samples: pa.Table, settings: EvalSetConfig, is_failed: np.ndarray) -> dict[str, float]:
-    """Computes the metrics of one set from its samples (common.batches.batch.SAMPLE_SCHEMA), and which were not scored.
+    """Computes the metrics of one set from its samples (common.batches.SAMPLE_SCHEMA), and which were not scored.
 
     `reward` is the mean over all samples, `pass@k` the mean of pass_at_k over the prompts, `tokens_mean` the mean
     completion length in tokens, `truncated` the fraction of completions that reached max_tokens. Each reward component
