@@ -83,14 +83,25 @@ class CallLog:
         self.num_answered += 1
 
     def lines(self) -> Iterator[JsonObject]:
-        """Yields the calls for people to read, each with the messages that it adds to the one before."""
-        texts, before = list(map(json.loads, self.texts)), list[int]()
+        """Yields the calls for people to read, each with the messages that it adds to the call that it continues."""
+        texts = list(map(json.loads, self.texts))
+        tree: dict[tuple[int, int], int] = {}
+        """Place in the tree of all conversations, and a message -> the place behind it."""
+        ends: dict[int, int] = {}
+        """Place -> the newest call of which the conversation ends there, with its answer or without."""
         for call in self.calls:
-            are_same = [*(one == other for one, other in zip(call["messages"], before, strict=False)), False]
-            added = [texts[place] for place in call["messages"][are_same.index(False) :]]
-            line = {"call": call["number"], "status": call.get("status", "not answered"), "messages": added}
-            yield line | ({"answer": texts[call["answer"]]} if "answer" in call else {})
-            before = [*call["messages"], call.get("answer", -1)]
+            at, num_before, before = 0, 0, None
+            for index, message in enumerate(call["messages"], 1):
+                at = tree.setdefault((at, message), len(tree) + 1)
+                if at in ends:
+                    num_before, before = index, ends[at]
+            ends[at] = call["number"]
+            line = {"call": call["number"], "continues": before, "status": call.get("status", "not answered")}
+            line["messages"] = [texts[message] for message in call["messages"][num_before:]]
+            if (answer := call.get("answer")) is not None:
+                ends[tree.setdefault((at, answer), len(tree) + 1)] = call["number"]
+                line["answer"] = texts[answer]
+            yield line
 
     def _index_of(self, value: object) -> int:
         return self._places.setdefault(json.dumps(value), len(self._places))
