@@ -5,6 +5,7 @@ for. Both are sent as `google.rpc.ErrorInfo(reason, domain="lockstep", metadata)
 class that the callee raised.
 """
 
+import re
 from enum import StrEnum
 
 import grpc
@@ -204,6 +205,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, target: str) -> LockstepError
             target=target,
         )
     return cls(f"{target}: {message}", target=target)
+
+
+def without_passwords(text: str) -> str:
+    """Returns a text, such as a config or an error of a library, without the user and password of the URLs in it."""
+    return re.sub(r"(?<=://)[^/\s'\"]*@", "", text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -35,7 +35,8 @@ class MlflowConfig(Strict):
     """Experiment name; the experiment is created if it does not exist."""
     uri: str | None = Field(default=None, min_length=1)
     """Tracking URI of a server, such as http://HOST:5000; null uses MLFLOW_TRACKING_URI or, if the whole package
-    `mlflow` is installed, its file mlflow.db."""
+    `mlflow` is installed, its file mlflow.db. Set user and password in the environment variables
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, because a run keeps its config in files."""
 
 
 TrackerConfig = Annotated[WandbConfig | MlflowConfig, Field(discriminator="kind")]

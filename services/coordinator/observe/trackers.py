@@ -16,7 +16,8 @@ from importlib.util import find_spec
 
 from services.common.config.load import AnyConfig
 from services.common.config.operation import MlflowConfig, TrackerConfig, WandbConfig
-from services.common.errors import InvalidInput, PreconditionFailed
+from services.common.errors import InvalidInput, PreconditionFailed, without_passwords
+from services.common.json_values import JsonObject
 from services.coordinator.runs.reporter import Ending, Reporter
 from services.coordinator.runs.run import Run
 
@@ -115,7 +116,7 @@ class Threaded(Reporter):
         if failure not in self._logged:
             self._logged.add(failure)
             message = "%s did not accept %s (metrics.jsonl has all metrics; the run goes on): %s: %s"
-            log.warning(message, self._name, what, failure[1], without_password(str(error)))
+            log.warning(message, self._name, what, failure[1], without_passwords(str(error)))
 
 
 RUN_TAG = "lockstep_run_id"
@@ -124,9 +125,8 @@ _NOT_ALLOWED = re.compile(r"[^\w./ -]")
 _MLFLOW_STATUS = {Ending.FINISHED: "FINISHED", Ending.FAILED: "FAILED", Ending.INTERRUPTED: "KILLED"}
 
 
-def without_password(text: str) -> str:
-    """Returns a text, such as an error of a library, without the user and password of the URLs in it."""
-    return re.sub(r"(?<=://)[^/\s'\"]*@", "", text)
+def _shown_config(run: Run[AnyConfig]) -> JsonObject:
+    return json.loads(without_passwords(run.config.model_dump_json()))
 
 
 def without_store(tracker: TrackerConfig) -> str:
@@ -158,7 +158,7 @@ class Mlflow(Reporter):
         else:
             tags = {RUN_TAG: run.run_id}
             self._id = self._client.create_run(experiment, tags=tags, run_name=run.config.name).info.run_id
-            params = [Param(name, value) for name, value in _flatten(json.loads(run.config.model_dump_json()))]
+            params = [Param(name, value) for name, value in _flatten(_shown_config(run))]
             self._client.log_batch(self._id, params=params)
 
     def step(self, version: int, metrics: dict[str, float]) -> None:
@@ -207,7 +207,7 @@ class Wandb(Reporter):
             resume="allow",  # the same id continues the same run
             name=run.config.name,
             dir=str(run.config.run_dir),
-            config=json.loads(run.config.model_dump_json()),
+            config=_shown_config(run),
             settings=wandb.Settings(console="off"),  # the terminal's live table must not be captured as a log
         )
         # wandb's own step cannot go back, but a resumed run repeats its last steps.
@@ -245,6 +245,6 @@ def open_tracker(tracker: TrackerConfig, run: Run[AnyConfig]) -> Reporter:
         ) from error
     except Exception as error:  # its library may raise anything
         uri = f" (uri {tracker.uri})" if tracker.kind == "mlflow" and tracker.uri else ""
-        why = without_password(f"{uri}: {type(error).__name__}: {error}")
+        why = without_passwords(f"{uri}: {type(error).__name__}: {error}")
         fix = f"; {fix}" if (fix := without_store(tracker)) else ""
         raise PreconditionFailed(f"observability.trackers: {tracker.kind} does not start{why}{fix}") from error

@@ -89,7 +89,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = base / "runs" / "run"
     for name in ("batches", "evaluations", "logs"):
         (directory / name).mkdir(parents=True)
-    config = make_config(name="run", runs_dir=base / "runs", model=str(base / "model"), num_steps=NUM_STEPS)
+    trackers = {"trackers": [{"kind": "mlflow", "uri": "http://me:s3@cret@h"}]}
+    paths = {"runs_dir": base / "runs", "model": str(base / "model")}
+    config = make_config(name="run", **paths, num_steps=NUM_STEPS, observability=trackers)
     with closing(Ledger(directory / LEDGER)) as ledger:
         opened = {"run_id": "run-1", "config": config.model_dump_json(), "checkpoint": ""}
         ledger.record(Kind.OPENED, **opened, versions={"lockstep-rl": "0.1.0"})
@@ -143,7 +145,7 @@ def test_everything_of_the_run_is_in_the_page(run_dir: Path) -> None:
     facts = dict(data["facts"])
     assert (data["name"], data["state"], facts["steps"]) == ("run", "done", "3 of 3")
     assert facts["held-out"] == "test/reward 0.250 → 0.750"
-    assert facts["versions"] == "lockstep-rl 0.1.0"
+    assert facts["versions"] == "lockstep-rl 0.1.0" and '"uri": "http://h"' in data["config"]
     panels = {panel["title"]: panel["series"] for panel in data["panels"]}
     assert panels["Reward"] == [
         {"name": "training", "x": [1, 2, 3], "y": [0.51, 0.52, 0.53]},

@@ -167,9 +167,9 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
 
 def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlflow: FakeMlflow) -> None:
     for versions in ((1,), (2,)):
-        with opened(tmp_path, {"kind": "mlflow", "experiment": "e", "uri": "http://h:5000"}) as run:
+        with opened(tmp_path, {"kind": "mlflow", "experiment": "e", "uri": "http://me:s3@cret@h:5000"}) as run:
             report(run, *versions)
-    assert (mlflow.uris, mlflow.experiments) == (["http://h:5000"] * 2, ["e"])
+    assert (mlflow.uris, mlflow.experiments) == (["http://me:s3@cret@h:5000"] * 2, ["e"])
     (kept,) = mlflow.runs.values()
     assert (kept["name"], kept["tags"], kept["status"]) == ("run", {"lockstep_run_id": run.run_id}, "FINISHED")
     assert [(m.key, m.value, m.step) for m in kept["metrics"]] == [
@@ -178,7 +178,7 @@ def test_mlflow_hears_of_every_step_and_goes_on_with_its_run(tmp_path: Path, mlf
         for name, number in (("reward/mean", 0.5), ("time/step_s", 2.0), ("eval/test/pass_4", 0.25))
     ]
     assert kept["params"]["trainer.optim.lr"] == str(run.config.trainer.optim.lr)
-    assert kept["params"]["model"] == '"m"'
+    assert kept["params"]["model"] == '"m"' and '"uri": "http://h:5000"' in kept["params"]["observability.trackers"]
 
 
 def test_the_loop_does_not_wait_for_mlflow(

@@ -16,7 +16,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Column, Table
 
-from services.common.errors import DataLoss
+from services.common.errors import DataLoss, without_passwords
 from services.common.json_values import JsonObject
 from services.coordinator.observe.console import shortened
 from services.coordinator.observe.report import curves
@@ -70,7 +70,7 @@ def _head(run_dir: Path, ledger: LedgerReader, rows: Sequence[Row]) -> JsonObjec
         "name": str(config["name"]),
         "state": "running" if is_running(run_dir) else "failed" if failed else _end(version, num_steps, stopped),
         "facts": [(label, value) for label, value in facts.items() if value],
-        "config": json.dumps(config, indent=1, ensure_ascii=False),
+        "config": without_passwords(json.dumps(config, indent=1, ensure_ascii=False)),
     }
 
 
