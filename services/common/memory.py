@@ -26,8 +26,7 @@ def usable_memory(
 
 
 def _host_memory(meminfo: Path) -> tuple[float, float] | None:
-    parts = (line.partition(":") for line in _lines(meminfo))
-    known = {name: int(value.split()[0]) * 1024 / _GIB for name, _, value in parts if value}
+    known = {name: kib * 1024 / _GIB for name, kib in _numbers(meminfo).items()}
     return (known["MemTotal"], known["MemAvailable"]) if {"MemTotal", "MemAvailable"} <= known.keys() else None
 
 
@@ -80,13 +79,14 @@ def killed_hint(key: str, *, meminfo: Path = MEMINFO, cgroup: Path = CGROUP, mem
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _lines(path))
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    """Returns the numbers of a file by name; containers that emulate the kernel may have other lines."""
+    pairs = (line.split()[:2] for line in _lines(path))
+    return {pair[0].rstrip(":"): int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(errors="replace").splitlines()
     except OSError:  # not this kind of host; the other numbers are still known
         return []
 

@@ -96,3 +96,15 @@ def test_the_smallest_limit_of_a_job_and_all_around_it_counts(
     for name in files[:2]:
         (root / name).write_text(f"{GIB}\n")
     assert usable_memory(meminfo, root, membership) == (1.0, 0.0)
+
+
+def test_lines_that_are_no_numbers_are_left_out(meminfo: Path) -> None:
+    """Containers that emulate the files of the kernel may have any."""
+    folder = meminfo.parent
+    meminfo.write_bytes(meminfo.read_bytes() + b"Huge:\nZswap: none\n\xff: 1\n")
+    (folder / "memory.max").write_text(f"{4 * GIB}\n")
+    (folder / "memory.current").write_text(f"{3 * GIB}\n")
+    (folder / "memory.stat").write_text(f"anon max\nactive_file {GIB}\n")
+    assert usable_memory(meminfo, folder) == (4.0, 2.0)
+    meminfo.write_text("MemTotal: all\nMemAvailable: some\n")
+    assert usable_memory(meminfo, folder) == (4.0, 2.0)
