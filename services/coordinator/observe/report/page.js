@@ -37,6 +37,18 @@ function showFailures() {
   byId("failures").replaceWith(el("p", { class: "quiet" }, "None: no call was refused and every sample has a score."));
 }
 
+// The calls of agents that failed, each sample as one line that opens.
+function showFailedEpisodes() {
+  const boxes = data.failedEpisodes.map((one) => {
+    const turns = one.messages.map(([label, text, isPolicy]) =>
+      el("div", { class: isPolicy ? "turn policy" : "turn" }, el("span", { class: "quiet" }, label), el("span", {}, text)),
+    );
+    const line = el("summary", {}, el("span", { class: "code" }, one.failure.toUpperCase()), ` prompt ${one.prompt} sample ${one.sample}`);
+    return el("details", {}, line, el("p", {}, one.detail), ...turns);
+  });
+  if (boxes.length) byId("failed-episodes").append(el("h3", {}, "Calls of agents that failed, newest first"), ...boxes);
+}
+
 function drawAll() {
   const samples = data.samples.length ? new Samples(data.samples, data.histogram) : null;
   const choose = (step) => samples?.openStep(step);
@@ -59,4 +71,5 @@ function drawAll() {
 
 showHead();
 showFailures();
+showFailedEpisodes();
 drawAll();

@@ -5,16 +5,19 @@ import hashlib
 import html
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from string import Template
 
 from services.common.errors import InvalidInput, LockstepError, NotFound, counted
 from services.common.files import write_whole
+from services.common.json_values import JsonObject
 from services.coordinator.data.prompts import MODEL_CARD
 from services.coordinator.observe import report
 from services.coordinator.observe.report import curves, samples, summary
@@ -127,6 +130,70 @@ def lanes(rows: Sequence[Mapping[str, float]]) -> list[dict[str, object]]:
     ]
 
 
+_MAX_EPISODES, _MAX_CHARACTERS = 20, 20_000
+
+
+def failed_episodes(run_dir: Path) -> tuple[list[JsonObject], list[str]]:
+    """Returns the newest samples whose agent failed, newest first, and notes about what the page leaves out.
+
+    Each has its `prompt`, `sample`, `failure` and `detail`, and `messages` of label, text and whether the policy wrote
+    it. Of a sample that was played again, the last attempt is shown.
+    """
+    paths = [path for path in (run_dir / "failed_episodes").glob("*.jsonl") if path.is_file()]
+    paths.sort(key=lambda path: (path.stat().st_mtime, path), reverse=True)
+    of_sample = dict[str, Path]()
+    for path in paths:
+        of_sample.setdefault(path.stem.rpartition("-")[0], path)
+    newest = [*of_sample.values()][:_MAX_EPISODES]
+    shown, damaged = list[JsonObject](), list[str]()
+    for path in newest:
+        try:
+            shown.append(_failed_episode(path))
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+            damaged.append(path.name)
+    notes = [f"Not shown, because they are damaged: {', '.join(damaged)}."] if damaged else []
+    if len(of_sample) > len(newest):
+        notes.append(
+            f"Failed agents: the newest {len(newest)} of {len(of_sample)} samples in failed_episodes/ are shown."
+        )
+    return shown, notes
+
+
+def _failed_episode(path: Path) -> JsonObject:
+    """Reads the calls of an agent that failed, of which the last ones say most."""
+    kept, num_characters, num_left = deque[tuple[str, str, bool]](), 0, 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        head = json.loads(next(lines, ""))
+        for message in chain.from_iterable(map(_messages, map(json.loads, lines))):
+            kept.append(message)
+            num_characters += len(message[1])
+            while num_characters > _MAX_CHARACTERS and len(kept) > 1:
+                num_characters -= len(kept.popleft()[1])
+                num_left += 1
+    if num_left:
+        kept.appendleft((f"{counted(num_left, 'earlier message')} left out", "", False))
+    prompt, sample, _ = head["episode"].rsplit("/", 2)
+    facts = {"prompt": prompt, "sample": sample, "failure": str(head["failure"])}
+    return {**facts, "detail": samples.cut(str(head["detail"])), "messages": [*kept]}
+
+
+def _messages(call: JsonObject) -> Iterator[tuple[str, str, bool]]:
+    """Yields the messages that a call adds, and its answer or, without one, its status."""
+    which = f"call {call['call']}"
+    for message in call["messages"]:
+        yield f"{which} · {message['role']}", _text(message), False
+    answer = call.get("answer")
+    yield f"{which} · {call['status']}", _text(answer) if answer else "", bool(answer)
+
+
+def _text(message: JsonObject) -> str:
+    """Returns the content of a message, then whatever else it has, such as calls of tools, as JSON."""
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    content = message.get("content") or ""
+    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    return samples.cut("\n".join(filter(None, [*parts, json.dumps(others, ensure_ascii=False) if others else ""])))
+
+
 _SCRIPTS = ("draw.js", "plots.js", "lanes.js", "samples.js", "page.js")
 
 
@@ -174,6 +241,7 @@ def gather(run_dir: Path) -> dict[str, object]:
         notes.append(f"Curves show {len(thin(steps)):,} of {len(steps):,} steps, evenly spaced.")
     with reading(f"{run_dir}: a number of a step"):
         failed = [asdict(failure) for failure in failures(run_dir, steps)]
+    episodes, notes_of_episodes = failed_episodes(run_dir)
     return {
         **data,
         "panels": curves.panels(rows),
@@ -182,7 +250,8 @@ def gather(run_dir: Path) -> dict[str, object]:
         "histogram": samples.histogram(sources),
         "samples": shown,
         "failures": failed,
-        "notes": [*note, *notes, *_left_out(shown, left_out)],
+        "failedEpisodes": episodes,
+        "notes": [*note, *notes, *notes_of_episodes, *_left_out(shown, left_out)],
     }
 
 

@@ -230,7 +230,7 @@ def _rows(source: Source, table: pa.Table, groups: np.ndarray, decode: Decode) -
 
 def _answer(row: Record) -> str | None:
     answer = row.get("answer")  # files of earlier releases have none, and damaged ones may have anything
-    return _cut(answer) if isinstance(answer, str) else None
+    return cut(answer) if isinstance(answer, str) else None
 
 
 def _advantage(segments: Sequence[Record]) -> float | str | None:
@@ -285,16 +285,16 @@ def _final_texts(source: Source) -> dict[tuple[int, int], _Part]:
     path = source.path.with_suffix(".calls.parquet")
     table = _read(replace(source, path=path), ["group", "sample", "text", "exit_code"]) if path.is_file() else None
     return {
-        (one["group"], one["sample"]): (_cut(one["text"]), None, f"agent · final text, exit code {one['exit_code']}", 0)
+        (one["group"], one["sample"]): (cut(one["text"]), None, f"agent · final text, exit code {one['exit_code']}", 0)
         for one in (table.to_pylist() if table else ())
     }
 
 
 def _text(tokens: Sequence[int], decode: Decode) -> str:
-    return _cut(decode(tokens))
+    return cut(decode(tokens))
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
     if left_out <= 0:
         return text
