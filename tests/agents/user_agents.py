@@ -218,3 +218,8 @@ async def sleeps(row: Json, seed: int, url: str, key: str) -> str:
         await asyncio.to_thread(model.post, {"messages": [user("x")], "tool_choice": "required"})
     await asyncio.Event().wait()
     return ""
+
+
+def forgets(row: Json, seed: int, url: str, key: str) -> None:
+    """Asks once, and returns nothing."""
+    Model(url, key).ask([user("hello")])

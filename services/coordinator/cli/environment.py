@@ -216,7 +216,7 @@ def play_agent(probe: AgentProbe, model: TypedModel, prompt: Prompt, console: Co
         console.print(refused, soft_wrap=True)
     for path, content in sorted(end.files.items()):
         console.print(f"collected {path}, {counted(len(content), 'byte')}", soft_wrap=True)
-    say(console, "final text", end.text)
+    say(console, "final text" if end.text else "no final text", end.text)
     try:
         episode.played(end, "", 0)
     except EpisodeFailed as error:

@@ -10,9 +10,19 @@ from lockstep.reward.v1.environment_pb2 import Message
 from services.common.config.environment import AgentEnvironmentConfig, BaseEnvironmentConfig, ReasoningTags, ToolSyntax
 from services.common.config.run import Config
 from services.common.errors import InvalidInput
-from services.common.tool_syntax import CALL_TAGS, OTHER_REASONING_TAGS, THINK
+from services.common.json_values import JsonMapping, JsonObject
+from services.common.tool_syntax import (
+    CALL_TAGS,
+    OTHER_REASONING_TAGS,
+    THINK,
+    BadCall,
+    ToolCall,
+    find_calls,
+    read_texts,
+)
 from services.coordinator.data.prompts import Prompt
 from services.coordinator.text.bridge import Bridge
+from services.coordinator.text.threads import Call
 from services.coordinator.text.tokenizer import Tokenizer
 
 _MAX_TAIL_TOKENS = 100
@@ -166,3 +176,63 @@ class Dialog:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def message_of(
+    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: JsonMapping
+) -> tuple[JsonMapping, str]:
+    """Returns the message of an answer for the agent, and which text of the request's `stop` has ended it.
+
+    A text with a call of tools that is malformed is the content as it is.
+    """
+    text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
+    reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
+    shown, stop = _split_at_stop(content, said["stop"])
+    message: JsonObject = {"role": "assistant", "content": shown}
+    message |= {"reasoning": reasoning} if reasoning else {}
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
+    if not tools or settings.tool_syntax == "none":
+        return message, stop
+    calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
+    made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
+    if not made or any(isinstance(one, BadCall) for one in calls):
+        return message, stop
+    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition(CALL_TAGS[0])[0].strip()
+    # 9 letters and digits, which Mistral's templates want.
+    ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
+    pairs = zip(ids, made, strict=True)
+    message["tool_calls"] = [
+        {"id": name, "name": one.name, "arguments": _written(one.arguments)} for name, one in pairs
+    ]
+    return message, ""
+
+
+def _typed(call: ToolCall, tools: JsonMapping, syntax: str) -> ToolCall:
+    """Returns the call with arguments of the types of its tool; this syntax writes all as text."""
+    if syntax != "qwen3_coder" or call.name not in tools:
+        return call
+    return ToolCall(call.name, read_texts(call.arguments, tools[call.name]))
+
+
+def _written(arguments: Mapping[str, object]) -> str:
+    """Returns arguments as JSON text. Halves of surrogate pairs, which clients cannot send back, are replaced."""
+    return json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
+
+
+def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> tuple[str, str]:
+    """Returns the reasoning at the begin of a text, and the rest."""
+    if not tags:
+        return "", text
+    begin, end = tags
+    opened = text.lstrip().startswith(begin)
+    if not (is_reasoning or opened or end in text):
+        return "", text
+    reasoning, _, content = text.partition(end)
+    return (reasoning.lstrip().removeprefix(begin) if opened else reasoning).strip(), content.strip()
+
+
+def _split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Returns the text before the first of the stop strings that the agent has asked for, and that string."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    return text[:at], stop

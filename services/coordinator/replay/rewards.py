@@ -21,13 +21,12 @@ from services.common.tasks import gather
 from services.coordinator.clients.environment import Environments
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.data.calls import Left, requests_of
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, message_of
 from services.coordinator.data.groups import FINISH_REASONS, Episode, SampledGroup
 from services.coordinator.data.order import environment_seed
 from services.coordinator.data.prompts import Prompt, PromptDataset
 from services.coordinator.data.reading.parquet import Record as Row
 from services.coordinator.replay.record import Batch, Difference, compare
-from services.coordinator.rl.sampling.agents import message_of
 from services.coordinator.text.threads import Call, Renderer, Threads, close
 from services.coordinator.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,13 +18,12 @@ from lockstep.types.v1.types_pb2 import Completion, FinishReason
 from services.common.config.environment import AgentEnvironmentConfig
 from services.common.config.run import Config
 from services.common.errors import InvalidInput, counted
-from services.common.json_values import JsonMapping, JsonObject
-from services.common.tool_syntax import CALL_TAGS, BadCall, ToolCall, find_calls, read_texts
+from services.common.json_values import JsonMapping
 from services.coordinator.clients.environment import EnvironmentFailure, Environments, EpisodeFailed
 from services.coordinator.clients.reward import Rewards
 from services.coordinator.clients.rollout import Affinity, Rollout
 from services.coordinator.data.calls import COUNTED, CallLog, Left
-from services.coordinator.data.dialog import Dialog
+from services.coordinator.data.dialog import Dialog, message_of
 from services.coordinator.data.groups import Episode, Row, SampledGroup, Stream
 from services.coordinator.data.order import environment_seed, seed_of
 from services.coordinator.data.prompts import Prompt
@@ -35,7 +34,7 @@ from services.coordinator.text.tokenizer import Tokenizer, TooManyTokens
 log = logging.getLogger(__name__)
 
 _STOP, _LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
-_MAX_REFUSALS = 10  # that a run warns of
+_MAX_WARNINGS = 12  # of different kinds
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class AgentCollector(PlayedCollector):
         self.renderer = Renderer(tokenizer, config.data.chat_template_kwargs, config.rollout.max_model_len)
         self.dialog = Dialog(tokenizer, (), config)
         self.dialog.check(())
-        self._refusals, self._warns_of_retries = set[str](), True
+        self._warned = set[str]()
 
     @property
     def has_experts(self) -> bool:
@@ -85,18 +84,27 @@ class AgentCollector(PlayedCollector):
             if not episode.has_ended_by(error):
                 raise with_calls(error, self.config.run_dir, episode_id, episode.log) from error
             end = AgentEnd(exit_code=1)
-        which = f"prompt {prompt.prompt_id} sample {sample}"
-        refusal = end.refusal or episode.refusal
-        kind = re.sub(r"\d+", "", refusal)  # prompts that are too long differ in their numbers of tokens
-        if kind and kind not in self._refusals and len(self._refusals) < _MAX_REFUSALS:
-            self._refusals.add(kind)
-            refused = counted(end.num_refused + episode.num_refused, "request")
-            log.warning("%s: the endpoint refused %s of the agent, the last because: %s", which, refused, refusal)
-        if end.num_retries and self._warns_of_retries:
-            self._warns_of_retries, again = False, counted(end.num_retries, "request")
-            message = "%s: %s repeated one in progress and got its answer; to get another, set another `seed` in each"
-            log.warning(message, which, again)
+        self._warn(f"prompt {prompt.prompt_id} sample {sample}", episode, end)
         return episode.played(end, self._environments.name, self.turn_seed(prompt, request, sample, 0))
+
+    def _warn(self, which: str, episode: "AgentEpisode", end: AgentEnd) -> None:
+        """Warns of what is odd about an episode, although it is no failure."""
+        if refusal := end.refusal or episode.refusal:
+            refused = counted(end.num_refused + episode.num_refused, "request")
+            kind = re.sub(r"\d+", "", refusal)  # prompts that are too long differ in their numbers of tokens
+            self._warn_once(kind, f"{which}: the endpoint refused {refused} of the agent, the last because: {refusal}")
+        if end.num_retries:
+            again = f"{counted(end.num_retries, 'request')} repeated one in progress and got its answer"
+            self._warn_once("retries", f"{which}: {again}; to get another, set another `seed` in each")
+        if self.settings.command and end.exit_code > 0 and episode.log.num_answered and not episode.is_at_limit:
+            said = end.errors.strip().rpartition("\n")[2]
+            ended = f"the command ended with exit code {end.exit_code}, and what it has left is scored as it is"
+            self._warn_once("exit code", f"{which}: {ended}: {said}")
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(kind)
+            log.warning("%s", message)
 
     def _group(self, index: int, prompt: Prompt, played: Sequence[Played], request: PromptRequest) -> SampledGroup:
         segments = [
@@ -105,6 +113,11 @@ class AgentCollector(PlayedCollector):
             for row in one.segments or [Row(0, prompt.tokens, one.completion, one.episode, segment=0)]
         ]
         completions, left = [one.completion for one in played], [one.left for one in played]
+        ended = [one for one in left if one]
+        if len(ended) > 1 and not any(one.text or one.files for one in ended):
+            what = "returned a text" if self.settings.path else "left a text or files"
+            message = f"prompt {prompt.prompt_id}: none of its {len(ended)} agents has {what}: scorers get an empty one"
+            self._warn_once("no text", message)
         return SampledGroup(index, prompt, completions, request.stamp, segments=segments, left=left)
 
     async def sample(self, call: Call, episode: "AgentEpisode", limit: int, stop: Sequence[str]) -> Sampled:
@@ -280,6 +293,11 @@ class AgentEpisode:
             self.refusal = message
         return CallAnswer(call=asked.number, refusal=message, refusal_code=code)
 
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the last call was refused, or would be, because of a limit of the run."""
+        return bool(self._limit) or self._overlong == self._last
+
     def has_ended_by(self, error: EpisodeFailed) -> bool:
         """Returns whether a function has ended with an error because a call was refused at a limit: an outcome.
 
@@ -287,8 +305,7 @@ class AgentEpisode:
         be played again `alone`, stays a failure.
         """
         is_of_function = bool(self._settings.path) and error.failure is EnvironmentFailure.CRASHED and not error.alone
-        is_at_limit = bool(self._limit) or self._overlong == self._last
-        return is_of_function and is_at_limit and bool(self.threads.paths())
+        return is_of_function and self.is_at_limit and bool(self.threads.paths())
 
     def played(self, end: AgentEnd, environment: str, seed: int) -> Played:
         """Returns the episode once the agent has ended. Raises EpisodeFailed if the model has answered no call."""
@@ -337,63 +354,3 @@ def _row(path: Path, segment: int, reason: FinishReason, seed: int, environment:
         ],
         path.num_repeated,
     )
-
-
-def message_of(
-    settings: AgentEnvironmentConfig, dialog: Dialog, call: Call, answer: Sequence[int], said: JsonMapping
-) -> tuple[JsonMapping, str]:
-    """Returns the message of an answer for the agent, and which text of the request's `stop` has ended it.
-
-    A text with a call of tools that is malformed is the content as it is.
-    """
-    text, is_reasoning = dialog.text(answer), dialog.opens_reasoning(call.prompt)
-    reasoning, content = _split_reasoning(text, settings.reasoning_tags, is_reasoning=is_reasoning)
-    shown, stop = _split_at_stop(content, said["stop"])
-    message: JsonObject = {"role": "assistant", "content": shown}
-    message |= {"reasoning": reasoning} if reasoning else {}
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in said["tools"]}
-    if not tools or settings.tool_syntax == "none":
-        return message, stop
-    calls = find_calls(settings.tool_syntax, text, {}, settings.reasoning_tags, is_reasoning=is_reasoning)
-    made = [_typed(one, tools, settings.tool_syntax) for one in calls if isinstance(one, ToolCall)]
-    if not made or any(isinstance(one, BadCall) for one in calls):
-        return message, stop
-    message["content"] = "" if settings.tool_syntax == "llama3" else content.partition(CALL_TAGS[0])[0].strip()
-    # 9 letters and digits, which Mistral's templates want.
-    ids = [f"c{call.number % 10**5:05d}{index:03d}" for index in range(len(made))]
-    pairs = zip(ids, made, strict=True)
-    message["tool_calls"] = [
-        {"id": name, "name": one.name, "arguments": _written(one.arguments)} for name, one in pairs
-    ]
-    return message, ""
-
-
-def _typed(call: ToolCall, tools: JsonMapping, syntax: str) -> ToolCall:
-    """Returns the call with arguments of the types of its tool; this syntax writes all as text."""
-    if syntax != "qwen3_coder" or call.name not in tools:
-        return call
-    return ToolCall(call.name, read_texts(call.arguments, tools[call.name]))
-
-
-def _written(arguments: Mapping[str, object]) -> str:
-    """Returns arguments as JSON text. Halves of surrogate pairs, which clients cannot send back, are replaced."""
-    return json.dumps(arguments, ensure_ascii=False).encode(errors="replace").decode()
-
-
-def _split_reasoning(text: str, tags: Sequence[str], *, is_reasoning: bool) -> tuple[str, str]:
-    """Returns the reasoning at the begin of a text, and the rest."""
-    if not tags:
-        return "", text
-    begin, end = tags
-    opened = text.lstrip().startswith(begin)
-    if not (is_reasoning or opened or end in text):
-        return "", text
-    reasoning, _, content = text.partition(end)
-    return (reasoning.lstrip().removeprefix(begin) if opened else reasoning).strip(), content.strip()
-
-
-def _split_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Returns the text before the first of the stop strings that the agent has asked for, and that string."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    at, stop = min(found, default=(len(text), ""))
-    return text[:at], stop

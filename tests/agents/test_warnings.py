@@ -1,0 +1,45 @@
+"""Tests that a run warns once of agents that are odd without failing: exit codes, and no text for the scorers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.agents.harness import ASK, staged
+
+AGENTS = "tests.agents.user_agents"
+ENDS = "\nimport sys\nask('hello')\nsys.exit('Traceback:\\nKeyError: 4')\n"
+
+
+def says(text: str, seed: int) -> str:
+    return "4"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns the coordinator's warnings, which the terminal shows."""
+    name = "services.coordinator.rl.sampling.agents"
+    return [record.getMessage() for record in caplog.records if record.name == name]
+
+
+async def test_a_command_with_an_exit_code_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "agent.py").write_text(ASK + ENDS + "print('4', end='')\n")
+    files = {"agent.py": str(tmp_path / "agent.py")}
+    async with staged(says, command=["python", "-S", "agent.py"], files=files, collect=["agent.py"]) as stage:
+        for _ in range(2):
+            group = await stage.play()
+            assert group is not None and group.left[0] and group.left[0].exit_code == 1
+    ended = "the command ended with exit code 1, and what it has left is scored as it is"
+    assert warnings_of(caplog) == [f"prompt p0 sample 0: {ended}: KeyError: 4"]
+
+
+async def test_a_group_of_agents_without_a_text_is_a_warning_once(caplog: pytest.LogCaptureFixture):
+    async with staged(says, path=f"{AGENTS}:forgets") as stage:
+        await stage.play(num_samples=1)
+        assert warnings_of(caplog) == [], "one agent may have given up"
+        for _ in range(2):
+            assert await stage.play(num_samples=2)
+    none = "prompt p0: none of its 2 agents has returned a text: scorers get an empty one"
+    assert warnings_of(caplog) == [none]
+    caplog.clear()
+    async with staged(says, path=f"{AGENTS}:twice") as stage:
+        assert await stage.play(num_samples=2)
+    assert warnings_of(caplog) == []
