@@ -1,9 +1,11 @@
-"""Tests that a run warns once of agents that are odd without failing: exit codes, and no text for the scorers."""
+"""Tests what a run says of an agent's mistakes: the line of an error, an exit code, no text for the scorers."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from services.coordinator.clients.environment import EpisodeFailed
 from tests.agents.harness import ASK, staged
 
 AGENTS = "tests.agents.user_agents"
@@ -43,3 +45,20 @@ async def test_a_group_of_agents_without_a_text_is_a_warning_once(caplog: pytest
     async with staged(says, path=f"{AGENTS}:twice") as stage:
         assert await stage.play(num_samples=2)
     assert warnings_of(caplog) == []
+
+
+async def test_an_error_of_a_library_names_the_line_of_the_agent():
+    async with staged(says, path=f"{AGENTS}:parses") as stage:
+        with pytest.raises(EpisodeFailed) as failure:
+            await stage.play()
+    said = re.escape(
+        "environment: crashed: JSONDecodeError: Extra data: line 1 column 2 (char 1) (user_agents.py, line "
+    )
+    assert re.fullmatch(said + r"\d+\): its calls are in .*\.jsonl", failure.value.message)
+
+
+async def test_an_agent_that_returns_a_reward_is_told_where_rewards_come_from():
+    async with staged(says, path=f"{AGENTS}:returns_a_reward") as stage:
+        said = r"invalid_reply: the agent returned 1\.0: return its final text, .* comes from reward\.scorers"
+        with pytest.raises(EpisodeFailed, match=said):
+            await stage.play()

@@ -223,3 +223,13 @@ async def sleeps(row: Json, seed: int, url: str, key: str) -> str:
 def forgets(row: Json, seed: int, url: str, key: str) -> None:
     """Asks once, and returns nothing."""
     Model(url, key).ask([user("hello")])
+
+
+def parses(row: Json, seed: int, url: str, key: str) -> str:
+    """Takes what the model says for JSON."""
+    return json.loads(Model(url, key).ask([user("hello")])["content"] + "}")
+
+
+def returns_a_reward(row: Json, seed: int, url: str, key: str) -> float:
+    Model(url, key).ask([user("hello")])
+    return 1.0

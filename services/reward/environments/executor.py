@@ -233,7 +233,8 @@ class AgentExecutor(EpisodeExecutor):
             return {}
         text = await _call_function(self._function, call["fields"])
         if text is not None and not isinstance(text, str):
-            raise invalid_reply(f"the agent returned {text!r:.200}: return its final text, or None")
+            fix = "return its final text, or None; the reward comes from reward.scorers"
+            raise invalid_reply(f"the agent returned {text!r:.200}: {fix}")
         return {"text": text or ""}
 
 

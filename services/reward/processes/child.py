@@ -25,6 +25,7 @@ import os
 import resource
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
@@ -41,6 +42,7 @@ CANCEL_S = 2.0  # that a canceled call may take to end before it counts as stuck
 _PR_SET_PDEATHSIG = 1
 _MAX_DETAIL_CHARS = 1000
 _MAX_TRACEBACK_CHARS = 8000
+_LIBRARIES = ("<frozen ", *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 class Executor:
@@ -161,8 +163,9 @@ def _failure(executor: Executor, replies: TextIO, error: BaseException, failed: 
             _write(replies, {"ends": explain(why)})
         finally:  # without memory, or without a parent, nothing of this may work
             os._exit(1)
-    text = traceback_text(error, inspect.getfile(type(executor)))
-    return {"reason": failed, "detail": explain(error), "traceback": text}
+    file = inspect.getfile(type(executor))
+    detail = explain(error) + _place(error, file)
+    return {"reason": failed, "detail": detail, "traceback": traceback_text(error, file)}
 
 
 def _write(replies: TextIO, message: Reply | str) -> None:
@@ -203,6 +206,17 @@ def explain(error: BaseException | str) -> str:
     """Returns the text of an error that is sent to the parent, with its class."""
     detail = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return detail[:_MAX_DETAIL_CHARS]
+
+
+def _place(error: BaseException, module_file: str) -> str:
+    """Returns the last line of the user's own code that an error came through; empty if there is none.
+
+    The frames of libraries are left out, because they are the same for all of their errors.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    begin = max((index for index, frame in enumerate(frames) if frame.filename == module_file), default=-1) + 1
+    own = [frame for frame in frames[begin:] if not frame.filename.startswith(_LIBRARIES)] or frames[begin : begin + 1]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def traceback_text(error: BaseException, module_file: str) -> str:

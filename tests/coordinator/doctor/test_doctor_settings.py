@@ -1,5 +1,6 @@
 """Tests that `lockstep doctor` tries settings that only fail once services have started."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.coordinator.fleet.launch import Addresses
 from services.coordinator.observe import trackers
 from tests.coordinator.doctor.findings import FAIL, OK, WARN, assert_fails, config_with
 from tests.coordinator.fake_services import make_config, make_prompt
+from tests.reward import reward_functions
 from tests.support import ROOT
 
 
@@ -40,6 +42,9 @@ def test_scorers_that_cannot_be_imported_are_named() -> None:
     )
 
 
+PLACE = f"reward_functions.py, line {inspect.getsourcelines(reward_functions.as_written)[1] + 2}"
+
+
 def sample(completion: str) -> dict[str, object]:
     row = {"prompt": "6*7=", "answer": "42", "extra": {}}
     return {**row, "completion": completion, "num_tokens": 1, "finish_reason": "stop"}
@@ -52,7 +57,11 @@ def sample(completion: str) -> dict[str, object]:
         ("not_a_number", FAIL, "python fails with ERROR"),
         ("trl_lengths", FAIL, "it uses completion_ids, which Lockstep does not pass to a function of TRL"),
         ("compute_score", FAIL, "no column 'data_source', which tests.reward.reward_functions:compute_score takes"),
-        ("as_written", FAIL, "KeyError: 'written', for the completion '42' of the prompt '6*7='; 4 of 4 samples"),
+        (
+            "as_written",
+            FAIL,
+            f"KeyError: 'written' ({PLACE}), for the completion '42' of the prompt '6*7='; 4 of 4 samples",
+        ),
         ("close_to", WARN, "for the completion '' of the prompt '6*7='; 2 of 4 samples"),
     ],
 )

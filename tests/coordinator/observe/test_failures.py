@@ -68,8 +68,8 @@ def failed_dir(run_dir: Path, tmp_path: Path) -> Path:
 
 
 def test_the_calls_of_an_agent_that_failed_are_shown_as_text(failed_dir: Path) -> None:
-    data = gather(failed_dir)
-    long, short = data["failedEpisodes"]
+    (long, short), notes = failed_episodes(failed_dir)
+    assert notes == []
     assert (short["prompt"], short["sample"], short["failure"]) == ("17-ab", "3", "crashed")
     assert short["detail"] == f"KeyError: {HOSTILE[0]}"
     last = f"attempt 2 {HOSTILE[1]}"
@@ -82,7 +82,8 @@ def test_the_calls_of_an_agent_that_failed_are_shown_as_text(failed_dir: Path) -
     ]
     assert long["messages"][0] == ("20 earlier messages left out", "", False)
     assert long["messages"][-2][1].startswith("09xx") and sum(len(text) for _, text, _ in long["messages"]) <= 20_000
-    page = Tags(render(data))
+    page = Tags(render(gather(failed_dir)))
+    assert "20 earlier messages left out" in page.scripts[0] and "attempt 2" in page.scripts[0]
     assert "<" not in page.scripts[0] and not {"img", "b"} & set(page.tags)
 
 

@@ -111,7 +111,7 @@ async def test_an_environment_that_raises_leaves_its_traceback_in_the_log_once(s
     for episode in ("a", "b"):
         await service.reset(episode)
         answer = await service.step(0, "raises", episode)
-        assert answer.failure.message == "KeyError: 'column'"
+        assert re.fullmatch(r"KeyError: 'column' \(user_environments\.py, line \d+\)", answer.failure.message)
     first, second = (r.getMessage() for r in caplog.records if "KeyError: 'column'" in r.getMessage())
     assert first.startswith("episode a/0: CRASHED: KeyError") and "Traceback" in first and "Traceback" not in second
     assert 'raise KeyError("column")' in first and "environments/worker.py" not in first
