@@ -44,3 +44,14 @@ def test_a_browser_draws_the_answers(answers_dir: Path, tmp_path: Path) -> None:
     table = done.stdout.partition('<table id="rows">')[2].partition("</table>")[0]
     assert "<th>answer</th>" in table and table.count('<td class="text answer">') == 25
     assert table.count("answer 0 ") == 4
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_a_browser_gives_long_answers_a_wider_column(answers_dir: Path, tmp_path: Path) -> None:
+    path = answers_dir / "batches" / "step-000002.parquet"
+    table = pq.read_table(path).drop_columns("answer")
+    answers = ["4"] * (table.num_rows - 1) + ["x" * 2000]
+    pq.write_table(table.append_column("answer", pa.array(answers)), path)
+    done = drawn(write_report(answers_dir, tmp_path / "report.html"), tmp_path)
+    table = done.stdout.partition('<table id="rows">')[2].partition("</table>")[0]
+    assert table.count('<td class="text long answer">') == 25 and "<th>answer</th>" in table

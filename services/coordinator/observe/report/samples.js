@@ -1,6 +1,7 @@
 // The table of samples: one step or held-out set at a time, sorted, searched, paged.
 
 const PAGE_SIZE = 25;
+const SHORT_ANSWER = 40; // characters, which three lines of the narrow column have room for
 
 function marked(text, sought) {
   if (!sought) return [text];
@@ -102,8 +103,9 @@ class Samples {
     const isSame = components.length === 1 && rows.every((row) => row.components[0] === row.reward);
     const each = isSame ? [] : components.map((name, index) => ({ name, key: (row) => row.components[index] }));
     const advantage = rows.some((row) => row.advantage !== null) ? [{ name: "advantage", key: (row) => row.advantage }] : [];
-    const hasAnswer = Object.values(prompts).some((prompt) => prompt[2] !== null);
-    const answer = hasAnswer ? [{ name: "answer", text: (row) => prompts[row.group][2] ?? "" }] : [];
+    const answers = Object.values(prompts).map((prompt) => prompt[2]).filter((answer) => answer !== null);
+    const size = answers.some((answer) => answer.length > SHORT_ANSWER) ? "long answer" : "answer";
+    const answer = answers.length ? [{ name: "answer", size, text: (row) => prompts[row.group][2] ?? "" }] : [];
     const stamp = (row) => `${stamps[row.stamp][0]} · ${stamps[row.stamp][1].slice(0, 8)}`;
     return [
       { name: "reward", key: (row) => row.reward },
@@ -134,7 +136,7 @@ class Samples {
     const cells = columns.map((column) => {
       if (column.key) return el("td", { class: "number" }, show(column.key(row)));
       if (column.parts?.(row)) return el("td", { class: "text" }, el("div", {}, ...this.conversation(column.parts(row))));
-      if (column.text) return el("td", { class: `text ${column.name}` }, el("div", {}, ...marked(column.text(row), this.view.sought)));
+      if (column.text) return el("td", { class: `text ${column.size ?? column.name}` }, el("div", {}, ...marked(column.text(row), this.view.sought)));
       return el("td", { class: "quiet", ...(column.title && { title: column.title(row) }) }, column.quiet(row));
     });
     const expand = el("button", { type: "button", class: "expand", "aria-label": "whole text", "aria-expanded": "false" }, "›");
