@@ -1,11 +1,16 @@
-"""Tests what a run says of an agent's mistakes: the line of an error, an exit code, no text for the scorers."""
+"""Tests what a run says of an agent's mistakes: the line of an error or of a hang, exit codes, no text to score."""
 
+import asyncio
+import gc
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from services.coordinator.clients.environment import EpisodeFailed
+from services.reward.environments.executor import in_thread
 from tests.agents.harness import ASK, staged
 
 AGENTS = "tests.agents.user_agents"
@@ -62,3 +67,35 @@ async def test_an_agent_that_returns_a_reward_is_told_where_rewards_come_from():
         said = r"invalid_reply: the agent returned 1\.0: return its final text, .* comes from reward\.scorers"
         with pytest.raises(EpisodeFailed, match=said):
             await stage.play()
+
+
+async def test_a_function_that_hangs_leaves_its_place_in_the_log(capfd: pytest.CaptureFixture[str]):
+    async with staged(says, path=f"{AGENTS}:hangs", episode_s=3) as stage:
+        with pytest.raises(
+            EpisodeFailed, match=r"timeout: the episode took longer than 3 s \(environment\.episode_s\)"
+        ):
+            await stage.play()
+    said = capfd.readouterr().err.partition("the function does not end; it is in:\n")[2]
+    assert re.match(r'  File ".*/user_agents\.py", line \d+, in hangs\n    threading\.Event\(\)\.wait\(\)\n', said)
+
+
+async def test_an_error_after_the_end_of_an_episode_is_not_written():
+    began, ends, written = threading.Event(), threading.Event(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: written.append(context))
+
+    def fails() -> None:
+        began.set()
+        ends.wait()
+        raise ValueError
+
+    with ThreadPoolExecutor(1) as threads:
+        task = asyncio.create_task(in_thread(threads, "function", fails))
+        assert await asyncio.to_thread(began.wait, 60)
+        task.cancel()
+        await asyncio.wait({task}, timeout=0)
+        ends.set()
+        await asyncio.wait({task})
+    assert task.cancelled()
+    del task
+    gc.collect()
+    assert written == []

@@ -233,3 +233,8 @@ def parses(row: Json, seed: int, url: str, key: str) -> str:
 def returns_a_reward(row: Json, seed: int, url: str, key: str) -> float:
     Model(url, key).ask([user("hello")])
     return 1.0
+
+
+def hangs(row: Json, seed: int, url: str, key: str) -> None:
+    """Never ends."""
+    threading.Event().wait()

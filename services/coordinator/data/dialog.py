@@ -1,4 +1,4 @@
-"""Converts an environment's messages to tokens, and the policy's turns to text."""
+"""Converts an environment's messages to tokens, and the policy's turns to text or to an agent's messages."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

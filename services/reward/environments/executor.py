@@ -18,8 +18,10 @@ import ctypes
 import inspect
 import math
 import numbers
+import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -155,22 +157,41 @@ async def in_thread(
     """Calls a function in a thread; errors call it `what`. Awaits what it returns if that is to be awaited, as of an
     async function in a decorator.
     """
-    thread = threads.submit(_without_stop_iteration, what, function, *args, **kwargs)
+    idents = list[int]()
+    thread = threads.submit(_without_stop_iteration, idents, what, function, *args, **kwargs)
     try:
         result = await asyncio.wrap_future(thread)
     except asyncio.CancelledError:
         if not thread.cancelled():  # it runs, and cannot be interrupted
-            await asyncio.wait({asyncio.wrap_future(thread)})
+            ended = asyncio.gather(asyncio.wrap_future(thread), return_exceptions=True)  # nobody waits for its error
+            done, _ = await asyncio.wait({ended}, timeout=child.CANCEL_S / 2)
+            if not done:
+                _write_stack(idents, what)
+                await asyncio.wait({ended})
         raise
     return await result if inspect.isawaitable(result) else result
 
 
-def _without_stop_iteration(what: str, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-    """Calls the function. A future cannot hold a StopIteration, and would never be done: an error names `what`."""
+def _without_stop_iteration(
+    idents: list[int], what: str, function: Callable[..., object], /, *args: object, **kwargs: object
+) -> object:
+    """Calls the function, and adds the thread to `idents`. A future cannot hold a StopIteration, and would never be
+    done: an error names `what`.
+    """
+    idents.append(threading.get_ident())
     try:
         return function(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError(f"the {what} raised StopIteration") from error
+
+
+def _write_stack(idents: Sequence[int], what: str) -> None:
+    """Writes where a thread hangs to the service's log."""
+    frames = sys._current_frames()
+    for frame in (frames[ident] for ident in idents if ident in frames):
+        stack = traceback.extract_stack(frame)
+        begin = max(index for index, one in enumerate(stack) if one.filename == __file__) + 1
+        os.write(2, f"the {what} does not end; it is in:\n{''.join(traceback.format_list(stack[begin:]))}".encode())
 
 
 _STEP = "(observation, reward, done), or a dict with messages, reward and done"
