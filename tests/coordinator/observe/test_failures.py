@@ -76,8 +76,8 @@ def test_the_calls_of_an_agent_that_failed_are_shown_as_text(failed_dir: Path) -
     assert short["messages"] == [
         ("call 0 · user", HOSTILE[0], False),
         ("call 0 · tool_calls", f"{HOSTILE[0]}\n" + json.dumps({"tool_calls": [{"id": HOSTILE[0]}]}), True),
-        ("call 1 · user", last, False),
-        ("call 1 · tool_calls", f"{last}\n" + json.dumps({"tool_calls": [{"id": last}]}), True),
+        ("call 1, which continues call 0 · user", last, False),
+        ("call 1, which continues call 0 · tool_calls", f"{last}\n" + json.dumps({"tool_calls": [{"id": last}]}), True),
         ("call 2 · context_length_exceeded", "", False),
     ]
     assert long["messages"][0] == ("20 earlier messages left out", "", False)

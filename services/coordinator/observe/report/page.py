@@ -179,7 +179,8 @@ def _failed_episode(path: Path) -> JsonObject:
 
 def _messages(call: JsonObject) -> Iterator[tuple[str, str, bool]]:
     """Yields the messages that a call adds, and its answer or, without one, its status."""
-    which = f"call {call['call']}"
+    which, before = f"call {call['call']}", call.get("continues")
+    which += "" if before is None else f", which continues call {before}"
     for message in call["messages"]:
         yield f"{which} · {message['role']}", _text(message), False
     answer = call.get("answer")
