@@ -90,6 +90,8 @@ def test_what_an_agent_asks_in_vain_and_its_failure_are_shown(model: Path) -> No
     assert "no answer of the model (1 call refused" in done.stdout
     done = tried(model, "hi", path=f"{AGENTS}:crashes")
     assert done.exit_code == 1 and "environment: crashed: RuntimeError: a bug of the agent" in done.stdout
+    done = tried(model, "hi", path=f"{AGENTS}:forgets")
+    assert done.exit_code == 0 and done.stdout.rstrip().endswith("[no final text]"), "an outcome, but mostly a mistake"
 
 
 @pytest.mark.long
