@@ -15,10 +15,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from services.common.config.base import Table, help_of
-from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_value, parse_yaml, suggest
+from services.common.config.read_yaml import MAX_DEPTH, KeySetTwiceError, in_words, parse_value, parse_yaml
 from services.common.config.run import Config
 from services.common.config.sft import SftConfig
 from services.common.config.trainer import RoleConfig, TrainerConfig
+from services.common.config.unknown_keys import explain_unknown
 from services.common.errors import InvalidInput, Reason
 
 
@@ -248,7 +249,7 @@ def _explain(model: type[BaseModel], error: ValidationError, tree: object, origi
     elements = {problem["loc"][:end] for problem in problems for end in range(len(problem["loc"]))}
     details = [problem for problem in problems if problem["loc"] not in elements]
     paths = [_path(detail["loc"], tree) for detail in details]
-    lines = [_explain_one(model, path, detail, origin) for path, detail in zip(paths, details, strict=True)]
+    lines = [line for path, detail in zip(paths, details, strict=True) for line in _lines(model, path, detail, origin)]
     text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems:", *lines])
     return InvalidInput(text, reason=Reason.INVALID_CONFIG, field=paths[0])
 
@@ -277,15 +278,30 @@ def _part(value: object, key: int | str) -> object:
     return elements[key] if isinstance(key, int) and key < len(elements) else None
 
 
-def _explain_one(model: type[BaseModel], path: str, detail: ErrorDetails, origin: Mapping[str, str]) -> str:
-    message = detail["msg"].removeprefix("Value error, ")
+def _lines(model: type[BaseModel], path: str, detail: ErrorDetails, origin: Mapping[str, str]) -> Iterator[str]:
+    """Yields an error's line; several for a table of which several keys are unknown."""
+    if detail["type"] != "extra_forbidden":
+        yield _explain_one(path, detail, origin)
+        return
+    # A section that was received has been checked by its sender, which then knows other keys.
+    other = "" if origin else "; if you did not set it, another version of Lockstep wrote it"
+    with_kinds = ".".join(map(str, detail["loc"]))
+    if "[" in with_kinds:
+        yield f"{path}: unknown key{_where(path, '', origin)}{_without_kinds(with_kinds)}{other}"
+        return
+    for key, hint in explain_unknown([key.path for key in keys(model)], with_kinds, detail["input"]):
+        written = path + key.removeprefix(with_kinds)
+        yield f"{written}: unknown key{_where(written, '', origin)}; {hint}{other}"
+
+
+def _where(path: str, message: str, origin: Mapping[str, str]) -> str:
     sources = _sources(path, message, origin)
-    where = f" (from {' and '.join(sources)})" if sources else ""
-    if detail["type"] == "extra_forbidden":
-        with_kinds = ".".join(map(str, detail["loc"]))
-        # A section that was received has been checked by its sender, which then knows other keys.
-        other = "" if origin else "; if you did not set it, another version of Lockstep wrote it"
-        return f"{path}: unknown key{where}{_suggest(model, with_kinds, detail['input'])}{other}"
+    return f" (from {' and '.join(sources)})" if sources else ""
+
+
+def _explain_one(path: str, detail: ErrorDetails, origin: Mapping[str, str]) -> str:
+    message = detail["msg"].removeprefix("Value error, ")
+    where = _where(path, message, origin)
     if detail["type"] == "missing":
         return f"{path}: required and not set"
     if detail["type"] == "value_error":
@@ -306,13 +322,11 @@ def _sources(path: str, message: str, origin: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(named or (below.values() if path else ())))
 
 
-def _suggest(model: type[BaseModel], path: str, value: object) -> str:
-    if "[" in path:  # as the reference of keys names the kinds of a section or of the entries of a list
-        head, bare = path.partition("[")[0], re.sub(r"\[[^\]]*\]", "", path)
-        is_list = re.search(r"\[\d+\]", path) or head == "reward.scorers" or head.endswith("tools")
-        return f": {head} is a list, which can only be set as a whole" if is_list else f"; did you mean {bare}?"
-    meant = suggest([key.path for key in keys(model)], path, value)
-    return f"; did you mean {meant}?" if meant else "; `lockstep config` lists every key"
+def _without_kinds(path: str) -> str:
+    """Returns the end of the error for `path`, which names kinds as the reference of keys does: `a[kind].b`."""
+    head, bare = path.partition("[")[0], re.sub(r"\[[^\]]*\]", "", path)
+    is_list = re.search(r"\[\d+\]", path) or head == "reward.scorers" or head.endswith("tools")
+    return f": {head} is a list, which can only be set as a whole" if is_list else f"; did you mean {bare}?"
 
 
 def _type_name(annotation: object) -> str:

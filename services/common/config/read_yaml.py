@@ -1,12 +1,11 @@
-"""Parses YAML, suggests known keys for unknown ones, and describes wrong values.
+"""Parses YAML, and describes wrong values.
 
 A text is refused if it is small but stands for a huge tree (through aliases), or if a table sets a key twice.
 """
 
-import difflib
 import functools
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from datetime import date
 from typing import Any, cast
 
@@ -126,103 +125,6 @@ def _count(value: object, sizes: dict[int, int], depth: int) -> int:
     return sizes[key]
 
 
-# Names that other trainers (TRL, verl, OpenRLHF) use, in any table or in one, and the last part of Lockstep's name, or
-# all of it where the last part alone is nearer to another key.
-_OTHER_NAMES = {
-    "learning_rate": "lr",
-    "batch_size": "prompts_per_step",
-    "train_batch_size": "prompts_per_step",
-    "num_generations": "completions_per_prompt",
-    "group_size": "completions_per_prompt",
-    "n": "completions_per_prompt",
-    "max_steps": "num_steps",
-    "total_steps": "num_steps",
-    "total_training_steps": "num_steps",
-    "epochs": "num_epochs",
-    "num_train_epochs": "num_epochs",
-    "trainer.num_train_epochs": "num_steps",  # passes over the data, unlike trainer.num_epochs
-    "trainer.total_epochs": "num_steps",
-    "max_new_tokens": "max_tokens",
-    "max_completion_length": "rollout.sampling.max_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "max_response_length": "rollout.sampling.max_tokens",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "save_steps": "save_freq",
-    "eval_steps": "eval_freq",
-    "test_freq": "eval_freq",
-    "save_total_limit": "max_ckpts_to_keep",
-    "per_device_train_batch_size": "prompts_per_step",
-    "gradient_accumulation_steps": "max_tokens_per_microbatch",
-    "num_iterations": "trainer.num_epochs",
-    "lr_scheduler_type": "schedule",
-    "warmup_ratio": "warmup_steps",
-    "bf16": "compute_dtype",
-    "beta": "kl_coef",
-    "optim.beta": "betas",
-    "epsilon": "clip_low",
-    "optim.epsilon": "eps",
-    "epsilon_high": "clip_high",
-    "loss_type": "aggregation",
-    "reward_funcs": "scorers",
-    "resume_from_checkpoint": "resume",
-    "output_dir": "runs_dir",
-    "run_name": "name",
-}
-
-
-def suggest(known: Sequence[str], path: str, value: object) -> str:
-    """Returns the dotted key of `known` that is nearest to the unknown key `path`, or "" if none is near.
-
-    A key outside of sections that is called like it comes first. If `path` begins with a section that exists, only the
-    keys of that section are searched, and then one elsewhere if no other key is called like it. Of equally near keys,
-    the first is returned. If `value`, the value of the unknown key, is a table with a single key, that key is added to
-    the path, because only its last part may be misspelled.
-    """
-    while isinstance(value, dict) and len(table := cast(dict[str, object], value)) == 1:
-        ((name, value),) = table.items()
-        path = f"{path}.{name}"
-    section, (parent, leaf) = path.partition(".")[0], _split(path)
-    prefix = f"{section}." if any(key.startswith(f"{section}.") for key in known) else ""
-    in_section = [key for key in known if key.startswith(prefix)]
-    siblings = [key for key in known if _split(key)[0] == parent]
-    leaf = _OTHER_NAMES.get(".".join(path.split(".")[-2:])) or _OTHER_NAMES.get(leaf, leaf)
-    written = f"{parent}.{leaf}" if parent else leaf
-    everywhere = [key for key in known if _split(key)[1] == leaf]
-    # Without the section, because what all keys have in common makes none of them near.
-    by_rest = {key.removeprefix(prefix): key for key in in_section}
-    close = difflib.get_close_matches(written.removeprefix(prefix), by_rest, n=1, cutoff=0.8)
-    near = by_rest[close[0]] if close else ""
-    return (
-        (leaf if leaf in known else "")
-        or (near if prefix else "")
-        or (everywhere[0] if len(everywhere) == 1 else "")
-        or _by_leaf(siblings, leaf)
-        or _best([key for key in in_section if _split(key)[1] == leaf], parent)
-        or near
-        or _by_leaf([key for key in in_section if "[" not in key and "<" not in key], leaf)
-    )
-
-
-def _split(path: str) -> tuple[str, str]:
-    parent, _, leaf = path.rpartition(".")
-    return parent, leaf
-
-
-def _by_leaf(among: Sequence[str], leaf: str) -> str:
-    """Returns the first key whose last part is nearest to `leaf`."""
-    by_leaf = {_split(key)[1]: key for key in reversed(among)}
-    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
-    return by_leaf[close[0]] if close else ""
-
-
-def _best(among: Sequence[str], parent: str) -> str:
-    """Returns the first key whose table is named like `parent`, else the first key. Keys in lists are left out."""
-    plain = [key for key in among if "[" not in key and "<" not in key]
-    written = parent.rpartition(".")[2]
-    return next((key for key in plain if _split(key)[0].endswith(written)), plain[0] if plain else "")
-
-
 _TYPES = {
     "model_type": "a table of keys",
     "model_attributes_type": "a table of keys",
@@ -246,6 +148,20 @@ _BOUNDS = {
     "less_than": ("below", "lt"),
 }
 
+# Values of verl and SkyRL, and what they are called here.
+_OTHER_VALUES = {
+    "kl": "k1",
+    "mse": "k2",
+    "low_var_kl": "k3",
+    "vanilla": "grpo",
+    "regular": "grpo",
+    "geo_mean": "gmpo",
+    "reinforce++": "reinforce_plus_plus",
+    "sequence_mean": "seq_mean_token_mean",
+    "fsdp2": "fsdp",
+    "constant_with_warmup": "constant",
+}
+
 
 def in_words(detail: ErrorDetails) -> str:
     """Returns what the value must be, and what it is."""
@@ -260,7 +176,9 @@ def in_words(detail: ErrorDetails) -> str:
         word, limit = _BOUNDS[kind]
         return f"must be {word} {context[limit]}, not {value!r}"
     if kind == "literal_error":
-        return f"must be {context['expected']}, not {value!r}"
+        meant = _OTHER_VALUES.get(value, value.replace("-", "_")) if isinstance(value, str) else value
+        hint = f"; did you mean {meant}?" if f"'{meant}'" in context["expected"] else ""
+        return f"must be {context['expected']}, not {value!r}{hint}"
     if kind == "union_tag_invalid":
         return (
             f"{_unquoted(context['discriminator'])} {context['tag']!r} is none of {_unquoted(context['expected_tags'])}"

@@ -1,4 +1,4 @@
-"""Tests that hostile YAML ends in a message, quickly, ordinary anchors and merges work, and foreign keys are known."""
+"""Tests that hostile YAML ends in a message, quickly, and that ordinary anchors and merges work."""
 
 import json
 
@@ -99,30 +99,15 @@ def test_a_name_that_is_no_text_is_told_with_its_table(file: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("optim.learning_rate", "trainer.optim.lr"),
-        ("trainer.optim.learning_rate", "trainer.optim.lr"),
-        ("learning_rate", "trainer.optim.lr"),
-        ("lr", "trainer.optim.lr"),
-        ("temperature", "rollout.sampling.temperature"),
-        ("data.batch_size", "data.prompts_per_step"),
-        ("rollout.n", "rollout.completions_per_prompt"),
-        ("rollout.tensor_model_parallel_size", "rollout.tensor_parallel_size"),  # as Megatron's key is called
-        ("gradient_accumulation_steps", "trainer.max_tokens_per_microbatch"),
-        ("beta", "trainer.loss.kl_coef"),  # which had been taken for optim.betas
-        ("trainer.optim.beta", "trainer.optim.betas"),
-        ("trainer.optim.epsilon", "trainer.optim.eps"),
-        ("trainer.bf16", "trainer.compute_dtype"),
-        ("num_iterations", "trainer.num_epochs"),
-        ("trainer.test_freq", "evaluation.eval_freq"),  # no other key is called eval_freq
-        ("trainer.max_steps", "num_steps"),
-        ("trainer.profiler.rank", "trainer.profiler.ranks"),  # of which trainer.lora has one
-        ("data.max_response_length", "rollout.sampling.max_tokens"),
-        ("trainer.max_completion_length", "rollout.sampling.max_tokens"),
-        ("trainer.num_train_epochs", "num_steps"),
-        ("trainer.total_epochs", "num_steps"),
-        ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
+        ("trainer.loss.kl_kind=low_var_kl", "k3"),
+        ("trainer.loss.kind=geo_mean", "gmpo"),
+        ("trainer.loss.aggregation=seq-mean-token-sum-norm", "seq_mean_token_sum_norm"),
+        ("advantage.kind=reinforce++", "reinforce_plus_plus"),
+        ("trainer.strategy=fsdp2", "fsdp"),
+        ("trainer.loss.kl_kind=vanilla", None),  # no value of this key
+        ("trainer.loss.kl_kind=true", None),
     ],
 )
-def test_a_name_of_another_trainer_or_of_another_table_is_recognized(file: str, wrong: str, right: str | None) -> None:
-    message = refused(file, f"{wrong}=1")
-    assert (f"did you mean {right}?" if right else "lists every key") in message
+def test_a_value_of_another_trainer_is_recognized(file: str, wrong: str, right: str | None) -> None:
+    message = refused(file, wrong)
+    assert f"; did you mean {right}?" in message if right else "did you mean" not in message
