@@ -43,6 +43,7 @@ _KEYS = {
     "reward.scorers": "reward_funcs",
     "advantage.kind": "adv_estimator advantage_estimator",
     "advantage.normalize_std": "norm_adv_by_std_in_grpo grpo_norm_by_std",
+    "advantage.components": "gdpo_reward_keys gdpo_reward_weights",
     "advantage.lam": "algorithm.lambd",
     "advantage.kl.coef": "kl_ctrl.kl_coef",
     "advantage.kl.kind": "kl_penalty",
