@@ -15,12 +15,12 @@ class FilesConfig(Strict):
     """The files of rows, and how rows become text."""
 
     train: Annotated[tuple[Path, ...], AT_HOME] = Field(min_length=1)
-    """File with the training rows, or a list of files that are concatenated in this order. The form is known by the
-    name's ending: .parquet; .jsonl or .ndjson, JSON objects, one a line; .json, a list of objects, or one a line; .csv,
-    whose columns are all text. These but Parquet may be compressed (.jsonl.gz). A name may be a pattern, such as
-    data/*.parquet, for the files that match, sorted. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on
-    the Hugging Face Hub; without @REVISION, of its newest version. There, FILE may be a pattern in which * is any text
-    without a slash. Without /FILE, these are the files of the dataset's training split, if it has one in one folder."""
+    """File with the training rows, or a list of files that are concatenated in this order. The ending of the name says
+    what is in it: .parquet; .jsonl or .ndjson, one JSON object per line; .json, a list of objects, or one per line;
+    .csv, columns of text. All but Parquet may be compressed (.jsonl.gz). A pattern, such as data/*.parquet, is all
+    files that match, sorted. hf://datasets/OWNER/NAME@REVISION/FILE is a file of a dataset on the Hugging Face Hub;
+    @REVISION is by default the newest. There, FILE may be a pattern in which * is any text without a slash. Without
+    /FILE, it is the dataset's training split, if that is in one folder."""
     eval: Annotated[dict[str, Path], AT_HOME] = Field(default_factory=dict)
     """Held-out files, like those of train, as a table of name: path. The name (letters, digits, `.`, `_` and `-`)
     labels the file's metrics and samples. A path given without a name is named `<folder>-<file>`."""

@@ -16,9 +16,9 @@ class EpisodeSettings(Strict):
     episode_s: float = Field(default=1800.0, gt=0, le=604800)
     """Time limit in seconds for a whole episode, including generation."""
     max_retries: int = Field(default=2, ge=0, le=100)
-    """How often an episode is played again, with the same seeds, after the environment failed. What other episodes may
-    have caused and a restart of the reward service do not count; an episode that hangs again in a worker of its own is
-    not played again."""
+    """Number of times that an episode is played again, with the same seeds, after the environment failed. Failures that
+    other episodes may have caused, and restarts of the reward service, do not count. An episode that hangs again in a
+    worker of its own is not played again."""
     on_failure: Literal["drop_group", "fail"] = "drop_group"
     """What to do if the environment still fails. drop_group: the prompt group is left out of the batch; fail: the run
     fails. A failure of the environment never becomes a reward."""
@@ -34,11 +34,10 @@ class BaseEnvironmentConfig(EpisodeSettings):
     """Maximum number of tokens of an episode after its first prompt, including the environment's. By default, as many
     as rollout.max_model_len leaves. A turn is limited by rollout.sampling.max_tokens."""
     max_message_tokens: int | None = Field(default=None, ge=1)
-    """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off. A message
-    that leaves no room for a turn ends the episode, as too long."""
+    """Maximum number of tokens of one message of the environment. The rest of a longer one is cut off. If a message
+    leaves no room for a turn, the episode ends with `length`."""
     turn_s: float = Field(default=30.0, gt=0, le=86400)
-    """Time limit in seconds for one reply of the environment. Waiting for a place among max_concurrent ones does not
-    count."""
+    """Time limit in seconds for one reply of the environment. Waiting because of max_concurrent does not count."""
     weight: float = 1.0
     """Factor of the environment's rewards in the reward of a sample, and in the component `environment`. The scorers'
     rewards are added."""
@@ -257,11 +256,12 @@ AnswerField = Literal[
 
 class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     kind: Literal["agent"] = "agent"
-    """Train the model inside of your own program, which calls it over HTTP with OpenAI's or Anthropic's API:
-    see docs/agents.md. Set command, path or url."""
+    """Train the model inside your own program, which calls it over HTTP with OpenAI's or Anthropic's API: see
+    docs/agents.md. Set command, path or url."""
     command: tuple[str, ...] = ()
-    """Program and arguments, run in a sandbox without network but for the model. {prompt}, {seed} and {url} are
-    replaced in each. {prompt} is the text of a prompt or of its only message, a user's; with others, episodes fail."""
+    """Program and arguments, run in a sandbox whose network reaches only the model. {prompt}, {seed} and {url} are
+    replaced in each. {prompt} is the text of a prompt, or of its only message if that is a user's; with other messages,
+    episodes fail."""
     path: str = Field(default="", pattern=rf"^$|{IMPORT_PATH}")
     """Function, as package.module:function, sync or async, that is importable on the reward service. It runs in a
     worker process without a sandbox, gets row, seed, url and key as keyword arguments, and returns the final text."""
@@ -291,9 +291,9 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     max_files_mib: float = Field(default=1.0, gt=0, le=16)
     """Maximum size of the collected files together, in MiB; the rest is not kept."""
     max_calls: int = Field(default=50, ge=1, le=10_000)
-    """Maximum number of calls of the model in an episode, with those that are refused because their prompt is too long.
-    An episode that reaches this, max_tokens or max_segments is over: calls are refused, the agent has grace_s to end,
-    and the reward is scored."""
+    """Maximum number of calls of the model in an episode, including those that are refused because their prompt is too
+    long. An episode that reaches this, max_tokens or max_segments is over: calls are refused, the agent has grace_s to
+    end, and the reward is scored."""
     max_tokens: int = Field(default=65536, ge=1)
     """Maximum number of sampled tokens in an episode. A call gets what is left when it begins, so calls at once may
     exceed it together. It is also limited by rollout.sampling.max_tokens and rollout.max_model_len."""
@@ -308,8 +308,8 @@ class AgentEnvironmentConfig(EpisodeSettings, ReasoningTags):
     """Types of tools, such as web_search or namespace, to leave out of requests; a date at the end, as in
     web_search_20250305, need not be named. Without this, a request with a tool that is no function is refused."""
     drop_fields: tuple[AnswerField, ...] = ()
-    """Fields of requests that constrain or extend an answer, such as tool_choice, to leave out. The agent must then
-    bear an answer that they would have ruled out. Without this, a request with one is refused."""
+    """Fields of requests that constrain or extend an answer, such as tool_choice, to leave out. The agent may then get
+    an answer that they would have ruled out. Without this, a request with one is refused."""
     tool_syntax: Literal["hermes", "qwen3_coder", "llama3", "none"] = "hermes"
     """How the model writes calls of the functions in a request; see the kind tools. none: its text is the answer."""
     num_workers: int = Field(default=2, ge=1, le=1024)

@@ -95,7 +95,7 @@ class MegatronConfig(Strict):
     or above (blockwise: 9.0). tensorwise: a scale for each tensor, e4m3 forward and e5m2 backward; blockwise: a scale
     for each 128 numbers of an activation and 128 x 128 of a weight, e4m3 (arXiv 2412.19437). Scales are those of the
     current values, so there is no history to save. Embedding, output layer, attention, norms, gradients, master weights
-    and published weights are as without. Micro-batches are padded to a multiple of 128 tokens on each rank. Not with
+    and published weights do not change. Micro-batches are padded to a multiple of 128 tokens on each rank. Not with
     LoRA, nor for models with experts."""
     moe: MoeConfig = MoeConfig()
     """Mixture-of-experts layers."""

@@ -47,7 +47,7 @@ class WarningsConfig(Strict):
 
     entropy_ratio: float = Field(default=0.1, ge=0, lt=1)
     """Warn if the policy's entropy per token falls below this share of its value in the run's first step; 0 never
-    warns. The starting entropy differs between models by a factor of ten, so there is no limit in nats."""
+    warns. Starting entropies differ between models by a factor of ten, so this is no limit in nats."""
     steps_without_mixed_group: int = Field(default=3, ge=0)
     """Warn after this many steps in a row in which no prompt group had different rewards, so that nothing was learned.
     0 never warns. With few prompts per step, a single such step can be chance."""
@@ -106,9 +106,9 @@ class CheckpointConfig(Strict):
     because a resumed run trains on them again, and with trainer.lag those that were sampled before the best checkpoint
     and trained on after it. `lockstep verify` and `replay` do without what was deleted."""
     max_evaluations_to_keep: int | None = Field(default=None, ge=1)
-    """Number of evaluations whose samples to keep in the run's directory; null keeps all. Those of older ones are
-    deleted after a checkpoint, and the metrics of all stay. An evaluation that ends after the checkpoint of its step is
-    one more until the next. `lockstep verify` does without what was deleted."""
+    """Number of evaluations whose samples to keep in the run's directory; null keeps all. Samples of older ones are
+    deleted after a checkpoint; all metrics stay. An evaluation that ends after the checkpoint of its step is kept in
+    addition, until the next. `lockstep verify` does without what was deleted."""
     keep_best: BestConfig | None = None
     """Also keep the checkpoint of the step with the best value of this held-out metric, such as eval/test/reward, and
     the critic's of that step; null keeps only the newest. evaluation.eval_freq must be a multiple of save_freq."""

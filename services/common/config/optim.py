@@ -35,8 +35,8 @@ class OptimConfig(Strict):
     value, such as 1e9, turns clipping off."""
     on_nonfinite: Literal["skip", "fail"] = "skip"
     """What to do with an update whose gradient is not finite (infinity or NaN). skip: apply nothing of it, count it in
-    the metric `skipped` and warn; the schedule and the version go on. The run ends once 5 batches in a row were skipped
-    as a whole. fail: end the run at the first one."""
+    the metric `skipped` and warn; the schedule and the version advance. The run ends once 5 batches in a row were
+    skipped entirely. fail: end the run at the first one."""
     schedule: Literal["constant", "linear", "cosine", "inverse_square_root", "wsd"] = "constant"
     """Learning-rate schedule after the warmup; wsd is warmup-stable-decay (arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)

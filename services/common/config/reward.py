@@ -91,7 +91,7 @@ class ModelConfig(BaseScorerConfig):
     time."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a sample in tokens; a longer sample is a scoring failure. null uses the model's
-    max_position_embeddings, without those up to that of padding in RoBERTa and its kind."""
+    max_position_embeddings, in models like RoBERTa without the positions up to that of padding."""
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Time limit in seconds for one prompt group, from when the worker takes it. On a timeout the worker is killed and
     loads the model again."""
@@ -306,12 +306,12 @@ class PythonConfig(BaseScorerConfig):
     """Call your own function, sync or async, which must be importable on the reward service."""
     path: str = Field(pattern=IMPORT_PATH)
     """Function to call, as package.module:function, which returns a number. It gets prompt, answer, extra, completion,
-    num_tokens and finish_reason by name; with completions, completion_ids or solution_str, what TRL or verl passes."""
+    num_tokens and finish_reason by name; one with completions, completion_ids or solution_str gets TRL's or verl's."""
     kwargs: Table = Field(default_factory=dict)
     """Additional keyword arguments for the function."""
     group: bool = False
-    """Call the function once per prompt group, as one of TRL always is, instead of once per sample: each argument is
-    then a list with one element per sample, and the function returns a list of numbers."""
+    """Call the function once per prompt group, as a function written for TRL always is, instead of once per sample:
+    each argument is then a list with one element per sample, and the function returns a list of numbers."""
     max_concurrent: int = Field(default=64, ge=1, le=65536)
     """Maximum number of calls of an async function that run at the same time, in all workers together. A function that
     is not async has one call at a time in each worker."""

@@ -148,9 +148,9 @@ class SamplingConfig(Strict):
     """Sample no stop token, and look for no stop string, before this many tokens. Needs top_k: the trainer must know
     that these tokens could not be sampled, which the sampling masks tell it."""
     bad_words: BadWords = ()
-    """Texts that are not sampled: where the tokens before are the beginning of a text's tokens, its last token cannot
-    be sampled. As in vLLM, the tokens after a space count too if they are as many, and the same text in other tokens
-    can be sampled. Needs top_k, like min_tokens."""
+    """Texts that are not sampled: after the other tokens of such a text, its last token cannot be sampled. As in vLLM,
+    the text's tokens after a space count too if they are as many; the same text in other tokens can be sampled. Needs
+    top_k, like min_tokens."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
     """Tokens that end a completion, in addition to the model's stop tokens. The completion keeps the token. They do not
     change what is sampled."""
@@ -158,8 +158,8 @@ class SamplingConfig(Strict):
     """Do not end a completion at the model's stop tokens, which are then sampled like all others. It ends at `stop`,
     stop_token_ids or max_tokens."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
-    """Must be 1, as the two below must be 0: such a penalty depends on all tokens before, and the trainer's
-    log-probabilities would not be those that were sampled from. evaluation.sets can set them."""
+    """Must be 1, and the two below 0: a penalty changes the engine's probabilities but not the trainer's, so that every
+    batch would be off-policy. evaluation.sets can set them."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Must be 0, see repetition_penalty."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -249,8 +249,9 @@ class RolloutConfig(Strict):
     """Maximum number of samples that one engine generates concurrently (vLLM max_num_seqs)."""
     torch_compile: Compile = "auto"
     """Let vLLM compile the model with torch.compile, on GPU only. The engine then starts 4 s later, or half a minute
-    the first time on a host, and generates about a tenth faster. Otherwise it has vLLM's own kernels, in CUDA graphs
-    where each sample gets one token. auto: in runs of at least 50 steps, in which that pays."""
+    the first time on a host, and generates about a tenth faster. Without it, the engine runs vLLM's own kernels, in
+    CUDA graphs for steps in which each sample gets one token. auto: in runs of at least 50 steps, in which that
+    pays."""
     speculation: SpeculationConfig | None = None
     """Speculative decoding: tokens are drafted cheaply, and the engine verifies several of them in one step. Samples
     keep their distribution and log-probabilities. If unset, the engine generates one token per step."""

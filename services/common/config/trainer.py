@@ -160,8 +160,8 @@ class TrainerConfig(Strict):
     max_logprob_diff: float = Field(default=1.0, gt=0)
     """Fail the step, before any update is applied, if the mean absolute difference between the engine's and the
     trainer's log-probabilities is above this, over a batch, or over its first mini-batch if loss.old_logprobs is not
-    recompute. It is about 0.01 with a bfloat16 engine and larger with rollout.precision fp8; the default is far above
-    both, and catches an engine that serves something else."""
+    recompute. The difference is about 0.01 with a bfloat16 engine and larger with rollout.precision fp8; the default is
+    far above both, and catches an engine that serves other weights."""
     collective_timeout_s: Seconds = 600.0
     """Seconds after which a collective operation that has not finished fails all ranks of the trainer."""
     loss: LossConfig = LossConfig()
@@ -314,7 +314,7 @@ class CriticConfig(RoleConfig):
     """The value model for advantage.kind gae: the model's body with a scalar head, trained on returns."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of batches that only the critic is trained on, before the first step. A run that is stopped meanwhile
+    """Number of batches that only the critic is trained on, before the first step. A run that is stopped during these
     begins with the first of them again."""
     num_minibatches: int | None = Field(default=None, ge=1)
     """Mini-batches per batch, each an optimizer update; null uses trainer.num_minibatches."""
