@@ -23,7 +23,8 @@ from services.coordinator.text.tokenizer import Tokenizer
 Value = TypeVar("Value")
 
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input")
-_ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output", "reward_model.ground_truth")
+_ANSWERS = ("answer", "solution", "target", "label", "ground_truth", "output")
+_ANSWERS += ("reward_model.ground_truth", "reward_spec.ground_truth")  # of verl and SkyRL
 _POSITIONS = 4096
 """Number of positions to assume if a model's config.json does not say it."""
 

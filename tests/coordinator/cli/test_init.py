@@ -141,18 +141,20 @@ def test_a_prompt_that_says_how_to_answer_decides(tmp_path: Path, asks: str, kin
     assert f"    - {{kind: {kind}}} " in starting_config(MODEL, data, tmp_path / "x.yaml", num_gpus=0)
 
 
-def test_the_answer_may_be_a_field_of_a_column_as_in_the_files_of_verl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("column", ["reward_model", "reward_spec"])
+def test_the_answer_may_be_a_field_of_a_column_as_in_the_files_of_verl_and_skyrl(tmp_path: Path, column: str) -> None:
     answers = ({"style": "rule", "ground_truth": truth} for truth in "12")
-    rows = [{"prompt": f"{index}+1=", "reward_model": answer} for index, answer in enumerate(answers)]
+    rows = [{"prompt": f"{index}+1=", column: answer} for index, answer in enumerate(answers)]
     data, out = tmp_path / "verl.jsonl", tmp_path / "verl.yaml"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = CliRunner().invoke(app, ["init", "--model", str(MODEL), "--data", str(data), "--out", str(out)])
     assert done.exit_code == 0, done.output
     config = load(Config, [str(out), "data.prompts_per_step=2"])
-    assert config.data.answer_column == "reward_model.ground_truth"
+    assert config.data.answer_column == f"{column}.ground_truth"
     read = load_data(config, Addresses())
     assert read is not None and [prompt.answer for prompt in read.train.prompts] == ["1", "2"]
-    assert read.train.prompts[0].extra == {"reward_model": rows[0]["reward_model"]}
-    wrong = load(Config, [str(out), "data.prompts_per_step=2", "data.answer_column=reward_model.truth"])
-    with pytest.raises(InvalidInput, match=r"has no column reward_model\.truth, .*did you mean reward_model"):
-        load_data(wrong, Addresses())
+    assert read.train.prompts[0].extra == {column: rows[0][column]}
+    for name in ("answer", f"{column}.truth"):
+        wrong = load(Config, [str(out), "data.prompts_per_step=2", f"data.answer_column={name}"])
+        with pytest.raises(InvalidInput, match=rf"has no column {name}, .*did you mean {column}\.ground_truth\?"):
+            load_data(wrong, Addresses())

@@ -202,6 +202,8 @@ class RowFile(ABC, Generic[Files, ReadRow, Tokenized]):
         if column in names:
             return names[column]
         close = difflib.get_close_matches(column, names, n=1)
+        if key == "data.answer_column":
+            close += [name for name in names if name.endswith(".ground_truth")]  # as verl and SkyRL call it
         hint = f"; did you mean {close[0]}?" if close else ""
         if key == "data.answer_column":
             hint += "; if no scorer reads the answers, name any column of text"
