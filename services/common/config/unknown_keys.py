@@ -23,11 +23,9 @@ _KEYS = {
     "reference.deployment": "colocate_policy_ref",
     "reference.num_ranks": "ref_num_gpus_per_node ref_num_nodes",
     "critic.num_ranks": "critic_num_gpus_per_node critic_num_nodes",
-    "placement": "hybrid_engine colocate_all",
     "data.train": "train_files train_data",
     "data.eval": "val_files val_data",
     "data.prompt_column": "prompt_key",
-    "data.overlong": "filter_overlong_prompts data.truncation",
     "data.chat_template": "custom_chat_template",
     "data.chat_template_kwargs": "apply_chat_template_kwargs generator.chat_template_kwargs",
     "prompts_per_step": "batch_size train_batch_size per_device_train_batch_size",
@@ -122,6 +120,9 @@ _ADVICE = {
         "micro_train_batch_size_per_gpu micro_forward_batch_size_per_gpu forward_micro_batch_size "
         "forward_micro_batch_size_per_gpu"
     ),
+    "set placement: colocated if trainer and engines share GPUs": "hybrid_engine colocate_all",
+    "set data.overlong: drop": "filter_overlong_prompts",
+    "leave it out: no prompt is cut; data.overlong says what happens to a longer one": "data.truncation",
     "set trainer.num_minibatches to data.prompts_per_step divided by it": "ppo_mini_batch_size policy_mini_batch_size",
     "set critic.num_minibatches to data.prompts_per_step divided by it": (
         "critic.ppo_mini_batch_size critic_mini_batch_size"
