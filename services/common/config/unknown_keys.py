@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import cast
 
-_MAX_KEYS = 200  # of an unknown table; a whole config of verl has about 250
+_MAX_KEYS = 300  # to tell of an unknown table; a whole config of verl has about 250
 
 # Keys of verl, SkyRL, TRL and OpenRLHF, by what to set instead: a key, or its last part if several sections have it.
 # A name of several parts comes before its last part. The name of a table stands for all keys in it that are not listed.
