@@ -166,6 +166,8 @@ def _column(rows: Rows, names: tuple[str, ...], what: str, fits: Callable[[pa.Da
             return name
     if present := [name for name in names if name in types]:
         message = f"--data: column {present[0]} is {types[present[0]]}, not {kinds}: convert it"
+        if what == "answers":
+            message += ", or write a config with any column of text as data.answer_column, and read this one from extra"
         raise InvalidInput(message, field="data")
     has = ", ".join(f"{name} ({kind})" for name, kind in rows.types.items())
     fix = "rename one" if what == "prompts" else "rename one, or write the config of a scorer that needs none yourself"

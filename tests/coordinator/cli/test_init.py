@@ -93,7 +93,7 @@ def test_columns_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"no column of answers .* among prompt \(string\), gold \(string\)"):
         starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
     data = write(tmp_path / "a.jsonl", prompt="1", answer=2.5)
-    with pytest.raises(InvalidInput, match="column answer is double, not text or integers: convert it"):
+    with pytest.raises(InvalidInput, match=r"column answer is double, not text or integers: convert it, or .* extra$"):
         starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
     data = write(tmp_path / "a.jsonl", prompt="1", answer=2)
     assert "kind: exact" in starting_config(MODEL, data, Path("x.yaml"), num_gpus=2)
