@@ -37,11 +37,11 @@ _PANELS = (
     _Panel("Entropy, nats per token", {"entropy": "train/entropy"}),
     _Panel("Gradient norm", {"norm": "train/grad_norm"}),
     _Panel(
-        "Log-probability difference, engine to trainer",
+        "Logprob difference, engine to trainer",
         {"mean": "train/logprob_diff_mean", "max": "train/logprob_diff_max"},
         is_log=True,
     ),
-    _Panel("Effective sample size, share of the tokens", {"of the importance weights": "lag/ess"}),
+    _Panel("Effective sample size, share of tokens", {"of the importance weights": "lag/ess"}),
     _Panel("Lag, versions", {"lag": "lag/versions"}),
     _Panel("Response length, tokens", {"mean": "completion/tokens_mean", "longest": "completion/tokens_max"}),
     _Panel("Tokens per second", {"tokens/s": "time/tokens_per_s"}),
