@@ -12,7 +12,7 @@ _MAX_KEYS = 300  # to tell of an unknown table; a whole config of verl has about
 _KEYS = {
     "name": "run_name experiment_name",
     "model": "model.path",
-    "reference.model": "ref.model.path",
+    "reference.model": "ref.model.path ref.model",
     "critic.model": "critic.model.path",
     "runs_dir": "output_dir default_local_dir ckpt_path",
     "resume": "resume_from_checkpoint resume_mode resume_from_path resume_path",
@@ -86,7 +86,7 @@ _KEYS = {
     "trainer.lora.alpha": "lora_alpha",
     "trainer.moe.router_replay": "router_replay",
     "trainer.fsdp.cpu_offload": "fsdp_config.param_offload fsdp_config.optimizer_offload fsdp_config.offload_policy",
-    "trainer.fsdp.torch_compile": "actor.use_torch_compile",
+    "trainer.fsdp.torch_compile": "use_torch_compile",
     "trainer.megatron.transformer_config_kwargs": "override_transformer_config",
     "save_freq": "save_steps ckpt_interval",
     "eval_freq": "eval_steps test_freq eval_interval",
@@ -97,6 +97,8 @@ _KEYS = {
     ),
     "evaluation.sets.<name>.top_p": "val_kwargs.top_p eval_sampling_params.top_p",
     "evaluation.sets.<name>.top_k": "val_kwargs.top_k eval_sampling_params.top_k",
+    "evaluation.sets.<name>.min_p": "eval_sampling_params.min_p",
+    "evaluation.sets.<name>.repetition_penalty": "eval_sampling_params.repetition_penalty",
     "evaluation.sets.<name>.max_tokens": "eval_sampling_params.max_generate_length",
     "max_ckpts_to_keep": "save_total_limit max_actor_ckpt_to_keep",
     "checkpoint.max_critic_ckpts_to_keep": "max_critic_ckpt_to_keep",
@@ -110,7 +112,7 @@ _ADVICE = {
         "launch_reward_fn_async default_hdfs_dir trainer.device use_legacy_worker_impl ray_init ray_kwargs fsdp_size "
         "save_contents layered_summon load_format calculate_log_probs rollout.name rollout.mode async_engine "
         "run_engines_locally generator.backend generator.batched weight_sync_backend flash_attn enable_http_endpoint "
-        "sampling_params.logprobs update_ref_every_epoch"
+        "sampling_params.logprobs update_ref_every_epoch rollout.do_sample _target_"
     ),
     "leave it out: samples are packed wherever the attention kernel allows it": "use_remove_padding use_sample_packing",
     "leave it out: mini-batches keep their order": "actor.shuffle critic.shuffle",
@@ -167,6 +169,9 @@ _ADVICE = {
     "leave it out: the run's directory has every sample": (
         "rollout_data_dir validation_data_dir dump_eval_results dump_data_batch"
     ),
+    "set trainer.profiler.ranks, the ranks to profile": (
+        "profiler.enable profiler.all_ranks profiler.tool profiler.tool_config profiler.save_path global_profiler"
+    ),
     "use `lockstep eval`": "val_only",
     "use `lockstep export` on a checkpoint": "hf_save_interval export_path",
 }
@@ -186,10 +191,11 @@ def explain_unknown(known: Sequence[str], path: str, value: object) -> Iterator[
     table is near the table.
     """
     leaves = list(islice(_leaves(path, value), _MAX_KEYS))
-    if len(leaves) > 1 and not any(_other_name(leaf) for leaf in leaves):
-        tables = {parent for key in known if (parent := _split(key)[0])}
-        close = difflib.get_close_matches(path, tables, n=1, cutoff=0.8)
-        if meant := close[0] if close else suggest(known, path):
+    is_other = any(map(_other_name, leaves))
+    if len(leaves) > 1 or (is_other and leaves != [path]):
+        # A table may have keys that another library has too, such as `n`, and be misspelled all the same.
+        meant = _near_table(known, path, cutoff=0.9 if is_other else 0.8)
+        if meant := meant or ("" if is_other else suggest(known, path)):
             yield path, f"did you mean {meant}?"
             return
     if len(leaves) == 1 and not _other_name(leaves[0]):
@@ -218,7 +224,16 @@ def _hint(known: Sequence[str], path: str) -> str:
     if advice := _ADVICE_FOR.get(_other_name(path)):
         return advice
     meant = suggest(known, path)
+    for name, section in (("critic", "critic"), ("ref", "reference")):
+        own = f"{section}.{meant.removeprefix('trainer.')}"
+        meant = own if name in path.split(".") and meant.startswith("trainer.") and own in known else meant
     return f"did you mean {meant}?" if meant else "`lockstep config` lists every key"
+
+
+def _near_table(known: Sequence[str], path: str, *, cutoff: float) -> str:
+    """Returns the table, or the key with free names in it, that is nearest to `path`; "" if none is near."""
+    names = {name for key in known for name in (key, _split(key)[0]) if "[" not in name and "<" not in name}
+    return next(iter(difflib.get_close_matches(path, names, n=1, cutoff=cutoff)), "")
 
 
 def suggest(known: Sequence[str], path: str) -> str:

@@ -39,6 +39,14 @@ KNOWN = [key.path for key in keys(Config)]
         ("trainer.max_completion_length", "rollout.sampling.max_tokens"),
         ("trainer.num_train_epochs", "num_steps"),
         ("trainer.total_epochs", "num_steps"),
+        ("critic.optim.warmup_ratio", "critic.optim.warmup_steps"),
+        ("critic.optim.total_training_steps", "critic.optim.decay_steps"),
+        ("trainer.critic.optimizer_config.adam_betas", "critic.optim.betas"),
+        ("actor_rollout_ref.ref.strategy", "reference.strategy"),
+        ("actor_rollout_ref.ref.model", "reference.model"),
+        ("actor_rollout_ref.ref.model.path", "reference.model"),
+        ("actor_rollout_ref.ref.use_torch_compile", "trainer.fsdp.torch_compile"),
+        ("generator.eval_sampling_params.min_p", "evaluation.sets.<name>.min_p"),
         ("selection.kind", None),  # keys of this name elsewhere have nothing to do with it
     ],
 )
@@ -56,8 +64,11 @@ def test_each_key_of_another_librarys_command_has_a_line(file: str) -> None:
         "+actor_rollout_ref.actor.fsdp_config.param_offload=True",
         "custom_reward_function={path: my_reward.py, name: compute_score}",
         "trainer.device=cuda",
+        "actor_rollout_ref.actor._target_=verl.workers.config.FSDPActorConfig",
+        "actor_rollout_ref.actor.profiler.enable=false",
+        "actor_rollout_ref.rollout.do_sample=true",
     )
-    assert message.startswith("7 problems:")
+    assert message.startswith("10 problems:")
     for line in (
         "actor_rollout_ref.rollout.n: unknown key (from command line); did you mean rollout.completions_per_prompt?",
         "actor.ppo_mini_batch_size: unknown key (from command line); set trainer.num_minibatches to data.prompts_per",
@@ -65,6 +76,9 @@ def test_each_key_of_another_librarys_command_has_a_line(file: str) -> None:
         "actor.fsdp_config.param_offload: unknown key (from command line); did you mean trainer.fsdp.cpu_offload?",
         "custom_reward_function.name: unknown key (from command line); write reward.scorers: [{kind: python",
         "trainer.device: unknown key (from command line); leave it out",
+        "actor._target_: unknown key (from command line); leave it out",
+        "actor.profiler.enable: unknown key (from command line); set trainer.profiler.ranks",
+        "rollout.do_sample: unknown key (from command line); leave it out",
     ):
         assert line in message
 
@@ -72,6 +86,10 @@ def test_each_key_of_another_librarys_command_has_a_line(file: str) -> None:
 def test_a_misspelled_table_is_one_line_if_its_name_is_near(file: str) -> None:
     assert refused(file, "data.evel={a: a.parquet, b: b.parquet}").endswith("did you mean data.eval?")
     assert refused(file, "traner={num_ranks: 2, optim: {lr: 1}}").endswith("did you mean trainer?")
+    # Keys of the table that another library or a kind has too do not hide that its name is misspelled.
+    assert refused(file, "evaluation.set={a: {n: 1}, b: {n: 2}}").endswith("did you mean evaluation.sets?")
+    assert refused(file, "trainer.loss.kwarg={a: 1, b: 2}").endswith("did you mean trainer.loss.kwargs?")
+    assert "[agent]" not in refused(file, "environment={kind: agent, command: [a], tool: {x: 1, y: 2}}")
     message = refused(file, "quux={num_ranks: 2, optim: {lr: 1}}")
     assert message.startswith("2 problems:")
     assert "quux.optim.lr: unknown key (from command line); did you mean trainer.optim.lr?" in message
