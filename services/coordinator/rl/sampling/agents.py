@@ -99,7 +99,7 @@ class AgentCollector(PlayedCollector):
         if self.settings.command and end.exit_code > 0 and episode.log.num_answered and not episode.is_at_limit:
             said = end.errors.strip().rpartition("\n")[2]
             ended = f"the command ended with exit code {end.exit_code}, and what it has left is scored as it is"
-            self._warn_once("exit code", f"{which}: {ended}: {said}")
+            self._warn_once("exit code", f"{which}: {ended}{f': {said}' if said else ''}")
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned and len(self._warned) < _MAX_WARNINGS:
