@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.coordinator.clients.environment import EpisodeFailed
-from services.reward.environments.executor import in_thread
+from services.reward.environments.executor import _write_stack, in_thread
 from tests.agents.harness import ASK, staged
 
 AGENTS = "tests.agents.user_agents"
@@ -36,6 +36,16 @@ async def test_a_command_with_an_exit_code_is_a_warning_once(tmp_path: Path, cap
             assert group is not None and group.left[0] and group.left[0].exit_code == 1
     ended = "the command ended with exit code 1, and what it has left is scored as it is"
     assert warnings_of(caplog) == [f"prompt p0 sample 0: {ended}: KeyError: 4"]
+
+
+async def test_an_exit_code_without_an_error_is_a_warning_that_ends_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "agent.py").write_text(f"{ASK}\nask('hello')\nraise SystemExit(1)\n")
+    files = {"agent.py": str(tmp_path / "agent.py")}
+    async with staged(says, command=["python", "-S", "agent.py"], files=files, collect=["agent.py"]) as stage:
+        await stage.play()
+    assert [warning.endswith("is scored as it is") for warning in warnings_of(caplog)] == [True]
 
 
 async def test_a_group_of_agents_without_a_text_is_a_warning_once(caplog: pytest.LogCaptureFixture):
@@ -77,6 +87,17 @@ async def test_a_function_that_hangs_leaves_its_place_in_the_log(capfd: pytest.C
             await stage.play()
     said = capfd.readouterr().err.partition("the function does not end; it is in:\n")[2]
     assert re.match(r'  File ".*/user_agents\.py", line \d+, in hangs\n    threading\.Event\(\)\.wait\(\)\n', said)
+
+
+def test_a_thread_whose_function_has_ended_has_no_place_in_the_log(capfd: pytest.CaptureFixture[str]):
+    began, ends = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: began.set() or ends.wait(), daemon=True)
+    thread.start()
+    assert began.wait(60) and thread.ident
+    _write_stack([thread.ident], "function")
+    ends.set()
+    thread.join()
+    assert capfd.readouterr().err == ""
 
 
 async def test_an_error_after_the_end_of_an_episode_is_not_written():

@@ -190,8 +190,9 @@ def _write_stack(idents: Sequence[int], what: str) -> None:
     frames = sys._current_frames()
     for frame in (frames[ident] for ident in idents if ident in frames):
         stack = traceback.extract_stack(frame)
-        begin = max(index for index, one in enumerate(stack) if one.filename == __file__) + 1
-        os.write(2, f"the {what} does not end; it is in:\n{''.join(traceback.format_list(stack[begin:]))}".encode())
+        begin = max((index + 1 for index, one in enumerate(stack) if one.filename == __file__), default=len(stack))
+        if own := "".join(traceback.format_list(stack[begin:])):  # else the function has just ended
+            os.write(2, f"the {what} does not end; it is in:\n{own}".encode())
 
 
 _STEP = "(observation, reward, done), or a dict with messages, reward and done"
