@@ -101,6 +101,17 @@ def test_the_newest_agents_that_failed_are_shown_and_damaged_files_are_named(tmp
     assert failed_episodes(tmp_path / "none") == ([], [])
 
 
+def test_a_file_of_an_agent_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(tmp_path, 24, 1, "text")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "open", refuse)
+    shown, notes = failed_episodes(tmp_path)
+    assert shown == [] and "24-ab-" in notes[0]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_a_browser_draws_the_calls_of_an_agent_that_failed(failed_dir: Path, tmp_path: Path) -> None:
     done = drawn(write_report(failed_dir, tmp_path / "report.html"), tmp_path)

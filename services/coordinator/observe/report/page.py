@@ -149,7 +149,7 @@ def failed_episodes(run_dir: Path) -> tuple[list[JsonObject], list[str]]:
     for path in newest:
         try:
             shown.append(_failed_episode(path))
-        except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
             damaged.append(path.name)
     notes = [f"Not shown, because they are damaged: {', '.join(damaged)}."] if damaged else []
     if len(of_sample) > len(newest):
