@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import re
 
 from lockstep.reward.v1 import reward_pb2 as pb
 from lockstep.reward.v1 import reward_pb2_grpc
@@ -144,6 +145,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 def _items(request: pb.ScoreRequest, answer_column: str) -> list[Item]:
     if not request.candidates:
         raise InvalidInput("candidates: a prompt group has at least one sample", field="candidates")
+    if request.answer_is_integer and not re.fullmatch("-?[0-9]+", request.answer):
+        raise InvalidInput(f"answer: with answer_is_integer, it is no integer: {request.answer!r:.80}", field="answer")
     extra = parse_object(request.extra_json, field="extra_json")
     messages = [{"role": message.role, "content": message.content} for message in request.messages]
     return [

@@ -115,6 +115,8 @@ async def test_functions_read_an_answer_that_is_an_integer_as_one(client, functi
         response = await score(client, "4", "5", answer="4", answer_is_integer=is_integer, extra_json="{}")
         right = dict.fromkeys(paths, float(is_integer))
         assert [dict(one.components) for one in response.scores] == [right, dict.fromkeys(paths, 0.0)]
+    with pytest.raises(InvalidInput, match="answer: with answer_is_integer, it is no integer: 'four'"):
+        await score(client, "4", answer="four", answer_is_integer=True, extra_json="{}")
 
 
 async def test_state_follows_the_run(client):
