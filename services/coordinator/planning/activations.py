@@ -198,14 +198,15 @@ def gathered_parameters(trainer: TrainerConfig, model: Model) -> int:
 
 
 def orthogonalized_parameters(trainer: TrainerConfig, model: Model, trained: int) -> int:
-    """Returns how many of a model's `trained` parameters Muon updates: the layers', but for stacked experts."""
+    """Returns how many of a model's `trained` parameters Muon updates: the layers' matrices, but for experts."""
     if trainer.optim.kind != "muon":
         return 0
     if trainer.lora.rank:
         return trained
     if isinstance(model, MeasuredModel):
         return model.layer_matrices
-    return sum(map(model.layer_parameters, range(model.num_layers)))
+    weights = (weight for _, weight in model.layer_weights())
+    return sum(model.weight_parameters(one) for one in weights if one.columns and not one.is_expert)
 
 
 def in_flight(layout: Layout, pp: int) -> float:

@@ -321,7 +321,7 @@ def test_fsdp_memory(dense: Path) -> None:
     reducing, _ = make(dense, strategy="fsdp", num_ranks=4, fsdp={"reduce_each_microbatch": True})
     assert fsdp_memory(reducing, model, is_gpu=True).peak == 16 * count + backward
     muon, _ = make(dense, strategy="fsdp", num_ranks=4, optim={"kind": "muon"})
-    assert fsdp_memory(muon, model, is_gpu=True).optimizer == 8 * count - 4 * (8 * layer // 4)
+    assert fsdp_memory(muon, model, is_gpu=True).optimizer == 8 * count - 4 * (8 * (layer - NORMS) // 4)
 
 
 def first_rank(config: Config, model: Architecture, *, is_gpu: bool) -> Memory:
