@@ -14,6 +14,9 @@ from typing import Any
 
 from services.common.errors import InvalidInput, LockstepError
 
+ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
+"""Arguments of a reward function, beside the kwargs of its scorer."""
+
 
 def require_takes(function: Callable[..., Any], name: str, args: Sequence[str], kwargs: Mapping[str, object]) -> None:
     """Checks that a function can be called, without calling it. `args` are names of the positional arguments.

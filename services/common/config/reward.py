@@ -10,9 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from services.common.config.base import NAME, Strict, Table
-from services.common.import_path import IMPORT_PATH
-
-ITEM_FIELDS = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
+from services.common.import_path import IMPORT_PATH, ITEM_FIELDS
 
 
 class BaseScorerConfig(Strict):

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from services.common.import_path import require_takes
+from services.common.import_path import ITEM_FIELDS, require_takes
 from services.common.json_values import JsonMapping, JsonObject
 from services.reward.errors import FailureReason, ScoringError
 
@@ -18,7 +18,6 @@ _ONLY_TRL = ("trainer_state", "environments")
 _RECORD = ("log_extra", "log_metric")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of the rows; TRL leaves them out too
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-_ITEM = ("prompt", "answer", "extra", "completion", "num_tokens", "finish_reason")
 
 
 class Convention:
@@ -58,7 +57,7 @@ class Convention:
         """
         if self.name == "Lockstep":
             return fields
-        kwargs = {name: value for name, value in fields.items() if name not in _ITEM}
+        kwargs = {name: value for name, value in fields.items() if name not in ITEM_FIELDS}
         passed = {**(_of_trl(fields) if self.name == "TRL" else _of_verl(fields)), **kwargs}
         if missing := [name for name in self._required if name not in passed]:
             row = fields["extra"] if self.name == "verl" else fields["extra"][0]

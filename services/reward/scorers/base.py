@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
-from services.common.config.reward import ITEM_FIELDS, PythonConfig, RewardConfig
+from services.common.config.reward import PythonConfig, RewardConfig
+from services.common.import_path import ITEM_FIELDS
 from services.reward.errors import FailureReason, ScoringError
 from services.reward.processes.functions import FunctionPool, function_target
 
